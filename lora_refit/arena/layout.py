@@ -1,0 +1,78 @@
+"""Where everything lies inside an arena: a function of the entry sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from lora_refit.errors import LayoutMismatch
+
+PAGE_BYTES = 4096
+ENTRY_ALIGNMENT = 256
+HALVES = 2
+READER_CAPACITY = 64
+
+TOKEN_BYTES = 16
+LAYOUT_DIGEST_BYTES = 32
+WORD_BYTES = 8
+
+IDENTITY_OFFSET = 0
+HALF_HEADERS_OFFSET = 128
+READER_WORDS_OFFSET = 256
+CACHE_LINE_BYTES = 64
+"""Each half's header and each reader's words fill a cache line of their own: no false sharing."""
+DIGESTS_OFFSET = READER_WORDS_OFFSET + READER_CAPACITY * CACHE_LINE_BYTES
+
+
+def align(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """Sizes and offsets of an arena, all in bytes.
+
+    Args:
+        entry_bytes: size of each entry (one packed tensor of the trainer rank), in arena order.
+
+    Raises:
+        LayoutMismatch: an entry size is not an integer of at least 0.
+    """
+
+    entry_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for index, size in enumerate(self.entry_bytes):
+            if type(size) is not int or size < 0:
+                raise LayoutMismatch(
+                    f"arena entry {index} has size {size!r}; a size in bytes of at least 0 is needed"
+                )
+
+    @property
+    def entry_count(self) -> int:
+        return len(self.entry_bytes)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Offset of each entry within a half, aligned for 256-byte vector accesses."""
+        sizes = (align(size, ENTRY_ALIGNMENT) for size in self.entry_bytes[:-1])
+        return tuple(accumulate(sizes, initial=0))[: self.entry_count]
+
+    @cached_property
+    def half_bytes(self) -> int:
+        """One half; never empty, so that a rank without shards takes part like any other."""
+        used = self.offsets[-1] + self.entry_bytes[-1] if self.entry_bytes else 0
+        return max(PAGE_BYTES, align(used, PAGE_BYTES))
+
+    @property
+    def digest_table_bytes(self) -> int:
+        return self.entry_count * WORD_BYTES
+
+    @property
+    def control_bytes(self) -> int:
+        return align(DIGESTS_OFFSET + HALVES * self.digest_table_bytes, PAGE_BYTES)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.control_bytes + HALVES * self.half_bytes

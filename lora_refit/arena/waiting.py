@@ -1,0 +1,23 @@
+"""Bounded waiting on shared words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+_FIRST_NAP_S = 20e-6
+_LONGEST_NAP_S = 1e-3
+
+
+def attempts(timeout_s: float) -> Iterator[None]:
+    """Yield at once, then after naps of 20 us doubling to 1 ms, a last time when the time is up.
+
+    With a timeout of 0 there is one attempt.
+    """
+    deadline = time.monotonic() + timeout_s
+    nap = _FIRST_NAP_S
+    yield
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(nap, left))
+        nap = min(2 * nap, _LONGEST_NAP_S)
+        yield

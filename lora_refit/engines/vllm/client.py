@@ -1,0 +1,104 @@
+"""RefitEngine: the handle that a driver holds beside its vLLM engine."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from vllm.lora.request import LoRARequest
+
+from lora_refit.engines.vllm import rpc
+from lora_refit.engines.vllm.protocol import Protocol
+from lora_refit.errors import CommitFailed, RefitError
+from lora_refit.report import AttachReport, Attestation, RefitReport
+from lora_refit.spec import Spec, Ticket
+
+T = TypeVar("T")
+
+_RPC_MARGIN_S = 30.0
+
+
+class RefitEngine:
+    """Refits one adapter of a vLLM engine.
+
+    llm: a vllm.LLM started with enable_lora=True and
+        worker_extension_cls="lora_refit.vllm.WorkerExtension". With max_loras=2 or more a refit
+        writes the idle one of two slots and then flips to it, so a failed refit cannot harm the
+        live version.
+    adapter: a name; several adapters of different names can be refitted into one engine.
+    timeout_s: how long workers wait for a trainer rank to publish.
+
+    Every method raises a RefitError that names worker, module or rank. Afterwards the version that
+    was live before is still live, unless the error says otherwise.
+    """
+
+    def __init__(self, llm: Any, adapter: str = "policy", timeout_s: float = 60.0) -> None:
+        self._llm = llm
+        self._protocol = Protocol(adapter, timeout_s)
+
+    def attach(self, spec: Spec) -> AttachReport:
+        """Trace the engine, prove that the adapter reaches it whole, and take its slots.
+
+        Once, or again after the trainer was restarted or its adapter changed: a version that is
+        live stays live. Raises CoverageError for factors that the engine has no place for,
+        LayoutMismatch, UnsupportedAdapter, NotMovement or TransportUnavailable.
+        """
+        return self._run(self._protocol.attach(spec))
+
+    def refit(self, ticket: Ticket) -> RefitReport:
+        """Put a published version live on all workers, or on none.
+
+        Raises WriterTimeout if a trainer rank has not published it, StaleArena if its bytes are
+        not those published, CommitFailed if a worker could not write them.
+        """
+        return self._run(self._protocol.refit(ticket, self._requests_running()))
+
+    def lora_request(self) -> LoRARequest:
+        """The request object of the live version, for `llm.generate(..., lora_request=...)`.
+
+        Its name and path carry version and digest, so prefix-cache entries of other versions
+        cannot match. Raises NotCommitted while nothing is live.
+        """
+        name, lora_id, path = self._protocol.identity()
+        return LoRARequest(lora_name=name, lora_int_id=lora_id, lora_path=path)
+
+    def attest(self) -> Attestation:
+        """Recompute the digests of the live slots on every worker."""
+        return self._run(self._protocol.attest())
+
+    def close(self) -> None:
+        """Give slots and arenas back. Idempotent."""
+        self._run(self._protocol.close())
+
+    def _requests_running(self) -> bool:
+        engine = getattr(self._llm, "llm_engine", None)
+        return bool(engine is not None and engine.has_unfinished_requests())
+
+    def _run(self, steps: Generator[rpc.Call, Sequence[rpc.Reply], T]) -> T:
+        """Drive a protocol operation: send each call to all workers, hand it their replies."""
+        try:
+            call = next(steps)
+            while True:
+                try:
+                    replies = self._all_workers(call)
+                except RefitError as error:
+                    call = steps.throw(error)
+                else:
+                    call = steps.send(replies)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+    def _all_workers(self, call: rpc.Call) -> list[rpc.Reply]:
+        timeout = self._protocol.timeout_s + _RPC_MARGIN_S
+        try:
+            replies = self._llm.collective_rpc(
+                "lora_refit_call", timeout=timeout, args=(msgspec.msgpack.encode(call),)
+            )
+        except Exception as error:
+            raise CommitFailed(
+                f"the engine did not answer {call.method!r} on all workers: {error!r}; a worker "
+                "may be gone, then restart the engine"
+            ) from error
+        return [msgspec.msgpack.decode(reply, type=rpc.Reply) for reply in replies]

@@ -1,0 +1,256 @@
+"""The driver's side of attach, refit and attest, without input or output.
+
+Each operation is a generator: it yields a Call for all workers and is sent their Replies. So the
+same protocol drives a synchronous and an asynchronous engine.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Generator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from lora_refit.engines.vllm import rpc
+from lora_refit.errors import (
+    CommitFailed,
+    CoverageError,
+    LayoutMismatch,
+    NotCommitted,
+    RefitError,
+)
+from lora_refit.report import AttachReport, Attestation, RefitReport
+from lora_refit.spec import Spec, Ticket
+from lora_refit.trace.axis import AxisMap
+from lora_refit.trace.coverage import uncovered_elements
+from lora_refit.trace.tags import matrix_shape
+
+T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+Replies = Sequence[rpc.Reply]
+Steps = Generator[rpc.Call, Replies, T]
+
+MAX_SLOTS = 2
+NO_LIVE = -1
+_FIRST_ID = 1 << 20
+
+
+class Live(msgspec.Struct, frozen=True):
+    """What the engine serves. slot: which of the attached slots holds it."""
+
+    version: int
+    digest: str
+    slot: int
+
+
+class Protocol:
+    """State of one adapter on one engine, as its driver knows it."""
+
+    def __init__(self, adapter: str, timeout_s: float) -> None:
+        if not adapter or "/" in adapter or "@" in adapter:
+            raise LayoutMismatch(f"adapter name {adapter!r}: give a non-empty name without / and @")
+        self.adapter = adapter
+        self.timeout_s = timeout_s
+        self.lora_ids: tuple[int, ...] = ()
+        self.live: Live | None = None
+        self.poisoned: str | None = None
+        self._spec: Spec | None = None
+
+    def attach(self, spec: Spec) -> Steps[AttachReport]:
+        """Attach every worker and check that the adapter reaches the engine whole."""
+        facts = yield from _ask("facts", rpc.Nothing(), rpc.EngineFacts)
+        lora_ids = self.lora_ids or self._choose_ids(facts)
+        live = self.lora_ids[self.live.slot] if self.live is not None else NO_LIVE
+        request = rpc.AttachRequest(spec.to_bytes(), lora_ids, live, self.timeout_s)
+        try:
+            answers = yield from _ask("attach", request, rpc.AttachAnswer)
+            _check_coverage(spec, answers)
+        except RefitError:
+            yield from _tell("abort", rpc.Nothing())
+            raise
+        yield from _ask("adopt", rpc.Nothing(), rpc.Nothing)
+        self.lora_ids = lora_ids
+        self._spec = spec
+        return AttachReport(
+            workers=len(answers),
+            trainer_ranks=len(spec.arenas),
+            factors=len(spec.layout.export_map.factors),
+            blocks=tuple(answer.blocks for answer in answers),
+            slots=len(lora_ids),
+            plan_digests=tuple(answer.plan_digest for answer in answers),
+            transport=tuple(answer.transport for answer in answers),
+            trace_ms=max(answer.trace_ms for answer in answers),
+            warnings=tuple(dict.fromkeys(line for answer in answers for line in answer.warnings)),
+        )
+
+    def refit(self, ticket: Ticket, requests_running: bool = False) -> Steps[RefitReport]:
+        """Stage on all workers, then commit on all. Any failure leaves the live version live,
+        except one in the commit of an engine with a single slot, which poisons it."""
+        self._check_ticket(ticket)
+        slot = self._idle_slot()
+        if self.live is not None and slot == self.live.slot and requests_running:
+            raise CommitFailed(
+                "requests are running in the only slot; wait until they have finished, or start "
+                f"the engine with max_loras={MAX_SLOTS}"
+            )
+        started = time.perf_counter()
+        staged = yield from self._stage(ticket, slot)
+        between = time.perf_counter()
+        committed = yield from self._commit(ticket, slot)
+        finished = time.perf_counter()
+        self.live = Live(ticket.version, staged[0].digest, slot)
+        self.poisoned = None
+        return RefitReport(
+            version=ticket.version,
+            bytes=sum(answer.bytes_written for answer in committed),
+            phases_ms={
+                "pack": ticket.pack_ms,
+                "stage": (between - started) * 1e3,
+                "commit": (finished - between) * 1e3,
+                "wait": max(answer.wait_ms for answer in staged),
+                "verify": max(answer.verify_ms for answer in staged),
+                "scatter": max(answer.scatter_ms for answer in committed),
+            },
+            digest=staged[0].digest,
+            launches=max(answer.launches for answer in committed),
+            collectives=0,
+            allocations=sum(answer.allocations for answer in committed),
+        )
+
+    def attest(self) -> Steps[Attestation]:
+        """Have every worker compare its live slot with what it committed."""
+        live = self.require_live()
+        replies = yield _call("attest", rpc.AttestRequest(live.slot, live.version))
+        lines = []
+        for reply in replies:
+            if reply.error:
+                lines.append(f"worker {reply.worker}: {reply.message}")
+                continue
+            answer = msgspec.msgpack.decode(reply.body, type=rpc.AttestAnswer)
+            lines.append(f"worker {reply.worker}: {answer.problem or 'ok'}")
+        ok = all(line.endswith(": ok") for line in lines)
+        return Attestation(live.version, ok, tuple(lines))
+
+    def close(self) -> Steps[None]:
+        """Give slots and arenas back. Afterwards nothing is live."""
+        self.live = None
+        self.lora_ids = ()
+        self._spec = None
+        yield from _tell("detach", rpc.Nothing())
+
+    def require_live(self) -> Live:
+        """Raises NotCommitted before the first commit and after one that failed half-way."""
+        if self.poisoned is not None:
+            raise NotCommitted(f"the last commit failed half-way ({self.poisoned}); refit again")
+        if self.live is None:
+            raise NotCommitted(f"no version of adapter {self.adapter!r} is live; refit first")
+        return self.live
+
+    def identity(self) -> tuple[str, int, str]:
+        """(name, id, path) of the live version; never the same for two versions."""
+        live = self.require_live()
+        tail = f"{self.adapter}@{live.version}/{live.digest}"
+        return tail, self.lora_ids[live.slot], f"lora-refit://{tail}"
+
+    def _choose_ids(self, facts: Sequence[rpc.EngineFacts]) -> tuple[int, ...]:
+        free = min(item.free_slots for item in facts)
+        if free == 0:
+            raise LayoutMismatch(
+                f"all {facts[0].slots} LoRA slots are taken by other adapters; remove one or "
+                "start the engine with a higher max_loras"
+            )
+        first = _FIRST_ID + MAX_SLOTS * (zlib.crc32(self.adapter.encode()) % _FIRST_ID)
+        return tuple(range(first, first + min(free, MAX_SLOTS)))
+
+    def _check_ticket(self, ticket: Ticket) -> None:
+        if self._spec is None:
+            raise NotCommitted("nothing is attached; call attach(publisher.spec) first")
+        if ticket.layout_digest != self._spec.layout_digest:
+            raise LayoutMismatch(
+                f"the ticket of version {ticket.version} belongs to another layout than the "
+                "attached spec; attach the publisher's current spec first"
+            )
+
+    def _idle_slot(self) -> int:
+        if self.live is None:
+            return 0
+        return (self.live.slot + 1) % len(self.lora_ids)
+
+    def _stage(self, ticket: Ticket, slot: int) -> Steps[list[rpc.StageAnswer]]:
+        request = rpc.StageRequest(
+            slot, ticket.sequence, ticket.version, ticket.layout_digest, self.timeout_s
+        )
+        try:
+            staged = yield from _ask("stage", request, rpc.StageAnswer)
+            digests = {answer.digest for answer in staged}
+            if len(digests) > 1:
+                raise CommitFailed(f"workers staged different bytes: digests {sorted(digests)}")
+        except RefitError:
+            yield from _tell("abort", rpc.Nothing())
+            raise
+        return staged
+
+    def _commit(self, ticket: Ticket, slot: int) -> Steps[list[rpc.CommitAnswer]]:
+        overwrites_live = self.live is not None and slot == self.live.slot
+        if overwrites_live:
+            # Until all workers have answered, the only slot may hold a mixture.
+            self.poisoned = f"version {ticket.version} was being written over the only slot"
+        try:
+            return (
+                yield from _ask(
+                    "commit", rpc.CommitRequest(ticket.sequence, ticket.version), rpc.CommitAnswer
+                )
+            )
+        except RefitError as error:
+            yield from _tell("abort", rpc.Nothing())
+            if overwrites_live:
+                self.poisoned = str(error)
+                kept = "the engine has one slot, so nothing is live until a refit succeeds"
+            elif self.live is None:
+                kept = "nothing is live yet"
+            else:
+                kept = f"version {self.live.version} is still live"
+            raise CommitFailed(f"version {ticket.version}: {error}; {kept}") from error
+
+
+def _call(method: str, request: msgspec.Struct) -> rpc.Call:
+    return rpc.Call(method, msgspec.msgpack.encode(request))
+
+
+def _ask(method: str, request: msgspec.Struct, answer: type[S]) -> Steps[list[S]]:
+    """Every worker's answer; raises the first worker's error after all have answered."""
+    replies = yield _call(method, request)
+    for reply in replies:
+        if reply.error:
+            raise reply.exception()
+    return [msgspec.msgpack.decode(reply.body, type=answer) for reply in replies]
+
+
+def _tell(method: str, request: msgspec.Struct) -> Steps[None]:
+    """Best effort, for clean-up: errors are the lesser news and are dropped."""
+    yield _call(method, request)
+
+
+def _check_coverage(spec: Spec, answers: Sequence[rpc.AttachAnswer]) -> None:
+    """Every element of every factor must land in some slot of some worker."""
+    pieces: dict[int, dict[tuple[bytes, bytes], None]] = {}
+    for answer in answers:
+        for piece in answer.pieces:
+            pieces.setdefault(piece.factor, {})[piece.rows, piece.cols] = None
+    lost = []
+    for index, factor in enumerate(spec.layout.export_map.factors):
+        selections = [
+            (AxisMap(rows).coordinates(), AxisMap(cols).coordinates())
+            for rows, cols in pieces.get(index, {})
+        ]
+        missing = uncovered_elements(matrix_shape(factor.shape), selections)
+        if missing:
+            lost.append(f"{factor.name} ({missing} elements)")
+    if lost:
+        more = f" and {len(lost) - 6} more factors" if len(lost) > 6 else ""
+        raise CoverageError(
+            f"the engine has no place for {', '.join(lost[:6])}{more}: it wraps no such module, "
+            "or its name is misspelt; check target_modules on both sides"
+        )

@@ -1,0 +1,114 @@
+"""What the driver and an engine worker say to each other: msgspec structs, never pickle.
+
+A worker answers every call with a Reply and never raises: vLLM's executor stops reading replies at
+the first worker that raises, and would hand the others' replies to the next call.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from lora_refit import errors
+
+
+class Call(msgspec.Struct, frozen=True):
+    """method: of the worker; body: its encoded request."""
+
+    method: str
+    body: bytes
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """error: name of a RefitError class, empty when the call went well; body: encoded answer."""
+
+    worker: int
+    error: str
+    message: str
+    body: bytes
+
+    def exception(self) -> errors.RefitError:
+        kind = getattr(errors, self.error, errors.RefitError)
+        failure = kind(f"engine worker {self.worker}: {self.message}")
+        assert isinstance(failure, errors.RefitError)
+        return failure
+
+
+class AttachRequest(msgspec.Struct, frozen=True):
+    """lora_ids: one for each slot to take; live: which of them must go on serving, or -1."""
+
+    spec: bytes
+    lora_ids: tuple[int, ...]
+    live: int
+    timeout_s: float
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """Rows and columns of a factor that land in some slot; packed like AxisMap."""
+
+    factor: int
+    rows: bytes
+    cols: bytes
+
+
+class AttachAnswer(msgspec.Struct, frozen=True):
+    pieces: tuple[Piece, ...]
+    blocks: int
+    plan_digest: str
+    transport: str
+    trace_ms: float
+    warnings: tuple[str, ...]
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """Facts that the driver needs before attaching. dtype: of the LoRA slots."""
+
+    slots: int
+    free_slots: int
+    dtype: str
+
+
+class StageRequest(msgspec.Struct, frozen=True):
+    """slot: which of the attached slots to write at commit, as an index into lora_ids."""
+
+    slot: int
+    sequence: int
+    version: int
+    layout_digest: bytes
+    timeout_s: float
+
+
+class StageAnswer(msgspec.Struct, frozen=True):
+    """digest: of the adapter's packed bytes, over all trainer ranks."""
+
+    digest: str
+    wait_ms: float
+    verify_ms: float
+
+
+class CommitRequest(msgspec.Struct, frozen=True):
+    """The version that was staged; anything else is refused."""
+
+    sequence: int
+    version: int
+
+
+class CommitAnswer(msgspec.Struct, frozen=True):
+    bytes_written: int
+    launches: int
+    allocations: int
+    scatter_ms: float
+
+
+class AttestRequest(msgspec.Struct, frozen=True):
+    slot: int
+    version: int
+
+
+class AttestAnswer(msgspec.Struct, frozen=True):
+    """problem: empty, or what differs from the commit."""
+
+    problem: str
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """An empty request or answer."""

@@ -1,0 +1,308 @@
+"""The engine worker's side of a refit: attach once, then stage and commit every version."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lora_refit.engines.vllm import rpc
+from lora_refit.engines.vllm.loader import Loader
+from lora_refit.engines.vllm.scatter import ArenaSet, scatter_plan_of
+from lora_refit.engines.vllm.slot_map import SlotMap, trace_engine
+from lora_refit.engines.vllm.slots import Slots
+from lora_refit.errors import CommitFailed, LayoutMismatch, NotCommitted, RefitError
+from lora_refit.kernels import CopyKernel, digest
+from lora_refit.plan import Plan
+from lora_refit.spec import Spec
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker by `worker_extension_cls="lora_refit.vllm.WorkerExtension"`."""
+
+    def lora_refit_call(self, data: bytes) -> bytes:
+        """Run one encoded rpc.Call and return the encoded rpc.Reply. Never raises."""
+        worker: Any = self
+        index = int(getattr(worker, "rank", 0))
+        try:
+            call = msgspec.msgpack.decode(data, type=rpc.Call)
+            body = _state_of(worker).handle(call)
+            reply = rpc.Reply(index, "", "", body)
+        except RefitError as error:
+            reply = rpc.Reply(index, type(error).__name__, str(error), b"")
+        except Exception as error:
+            where = "".join(traceback.format_exception(error)[-3:])
+            reply = rpc.Reply(index, "RefitError", f"unexpected {error!r}\n{where}", b"")
+        return msgspec.msgpack.encode(reply)
+
+
+def _state_of(worker: Any) -> WorkerRefit:
+    state = getattr(worker, "_lora_refit_state", None)
+    if state is None:
+        manager = getattr(worker.model_runner, "lora_manager", None)
+        if manager is None:
+            raise LayoutMismatch("the engine was started without LoRA; pass enable_lora=True")
+        state = worker._lora_refit_state = WorkerRefit(manager, int(worker.rank))
+    assert isinstance(state, WorkerRefit)
+    return state
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """What was put into a slot: attest compares the slot with it."""
+
+    version: int
+    digests: bytes
+
+
+class Attached:
+    """One adapter's slots, plan and arenas on this worker."""
+
+    def __init__(
+        self, spec: Spec, lora_ids: tuple[int, ...], slot_map: SlotMap, plan: Plan, arenas: ArenaSet
+    ) -> None:
+        self.spec = spec
+        self.lora_ids = lora_ids
+        self.slot_map = slot_map
+        self.plan = plan
+        self.arenas = arenas
+        self.kernel: CopyKernel = plan.kernel()
+        self.slots: list[int] = []
+        self.committed: list[Committed | None] = [None] * len(lora_ids)
+        self.staged: rpc.StageRequest | None = None
+
+
+class WorkerRefit:
+    """The state machine of one worker: attached, staged, committed."""
+
+    def __init__(self, lora_manager: Any, worker: int) -> None:
+        self._worker = worker
+        self._loader = Loader(lora_manager)
+        self._slots = Slots(self._loader.manager)
+        self._attached: Attached | None = None
+        self._candidate: Attached | None = None
+        self._allocations = 0
+        self._methods: dict[str, tuple[type[msgspec.Struct], Callable[[Any], msgspec.Struct]]] = {
+            "facts": (rpc.Nothing, self.facts),
+            "attach": (rpc.AttachRequest, self.attach),
+            "adopt": (rpc.Nothing, self.adopt),
+            "stage": (rpc.StageRequest, self.stage),
+            "commit": (rpc.CommitRequest, self.commit),
+            "abort": (rpc.Nothing, self.abort),
+            "attest": (rpc.AttestRequest, self.attest),
+            "detach": (rpc.Nothing, self.detach),
+        }
+
+    def handle(self, call: rpc.Call) -> bytes:
+        request_type, method = self._methods[call.method]
+        return msgspec.msgpack.encode(method(msgspec.msgpack.decode(call.body, type=request_type)))
+
+    def facts(self, _: rpc.Nothing) -> rpc.EngineFacts:
+        return rpc.EngineFacts(
+            slots=self._slots.count,
+            free_slots=self._slots.free,
+            dtype=str(self._loader.dtype).removeprefix("torch."),
+        )
+
+    def attach(self, request: rpc.AttachRequest) -> rpc.AttachAnswer:
+        """Trace the engine, compose the plan, map the arenas, take the slots: a candidate.
+
+        What is attached stays so until `adopt`; its live slot is not touched.
+        """
+        self.abort(rpc.Nothing())
+        started = time.perf_counter()
+        spec = Spec.from_bytes(request.spec)
+        self._check_dtype(spec)
+        arenas = ArenaSet(spec, request.timeout_s)
+        try:
+            slot_map = self._slot_map(spec, request)
+            plan = scatter_plan_of(spec, slot_map, self._worker)
+            attached = Attached(spec, request.lora_ids, slot_map, plan, arenas)
+            self._take_slots(attached, request.live)
+        except BaseException:
+            arenas.close()
+            raise
+        self._candidate = attached
+        return rpc.AttachAnswer(
+            pieces=_pieces(slot_map),
+            blocks=len(plan.blocks),
+            plan_digest=plan.digest,
+            transport=arenas.transport,
+            trace_ms=(time.perf_counter() - started) * 1e3,
+            warnings=(),
+        )
+
+    def adopt(self, _: rpc.Nothing) -> rpc.Nothing:
+        """Put the candidate in the place of what was attached."""
+        if self._candidate is None:
+            raise NotCommitted("no attach is under way")
+        previous, self._attached = self._attached, self._candidate
+        self._candidate = None
+        if previous is not None:
+            previous.arenas.close()
+        return rpc.Nothing()
+
+    def stage(self, request: rpc.StageRequest) -> rpc.StageAnswer:
+        """Wait for the version on every trainer rank and verify every byte of it."""
+        attached = self._require_attached()
+        if request.layout_digest != attached.spec.layout_digest:
+            raise LayoutMismatch(
+                "the ticket belongs to another layout than the attached spec; attach the "
+                "publisher's current spec first"
+            )
+        self._keep_slot(attached, request.slot)
+        attached.staged = None
+        verified = attached.arenas.pin_and_verify(
+            request.sequence, request.version, request.timeout_s
+        )
+        attached.staged = request
+        return rpc.StageAnswer(verified.digest, verified.wait_ms, verified.verify_ms)
+
+    def commit(self, request: rpc.CommitRequest) -> rpc.CommitAnswer:
+        """One scatter launch into the staged slot, then let the trainers have their arenas back."""
+        attached = self._require_attached()
+        staged = attached.staged
+        if staged is None or (staged.sequence, staged.version) != (
+            request.sequence,
+            request.version,
+        ):
+            raise CommitFailed(f"version {request.version} is not staged; stage it first")
+        index = staged.slot
+        slot = attached.slots[index]
+        problem = self._slots.problem(attached.lora_ids[index], slot)
+        if problem is not None:
+            raise CommitFailed(f"{problem}; refit again to take the slot back")
+        started = time.perf_counter()
+        launches = attached.kernel.launches
+        attached.committed[index] = None
+        try:
+            digests = attached.kernel.run(attached.arenas.addresses(), self._slots.addresses(slot))
+            self._slots.enable(slot, attached.slot_map.enabled)
+        finally:
+            attached.staged = None
+            attached.arenas.release()
+        attached.committed[index] = Committed(request.version, digests.tobytes())
+        allocations, self._allocations = self._allocations, 0
+        return rpc.CommitAnswer(
+            bytes_written=attached.kernel.bytes_written,
+            launches=attached.kernel.launches - launches,
+            allocations=allocations,
+            scatter_ms=(time.perf_counter() - started) * 1e3,
+        )
+
+    def abort(self, _: rpc.Nothing) -> rpc.Nothing:
+        """Forget what is staged and any candidate; the live slot stays as it is."""
+        if self._attached is not None:
+            self._attached.staged = None
+            self._attached.arenas.release()
+        if self._candidate is not None:
+            candidate, self._candidate = self._candidate, None
+            candidate.arenas.close()
+            if self._attached is None:
+                self._release_slots(candidate)
+        return rpc.Nothing()
+
+    def attest(self, request: rpc.AttestRequest) -> rpc.AttestAnswer:
+        """Recompute the digests of the whole slot, padding included, and compare."""
+        attached = self._require_attached()
+        slot = attached.slots[request.slot]
+        committed = attached.committed[request.slot]
+        problem = self._slots.problem(attached.lora_ids[request.slot], slot)
+        if problem is not None:
+            return rpc.AttestAnswer(problem)
+        if committed is None or committed.version != request.version:
+            raise NotCommitted(f"version {request.version} was not committed into slot {slot}")
+        if self._slots.enabled(slot) != attached.slot_map.enabled:
+            return rpc.AttestAnswer(f"slot {slot} is disabled in a fused MoE module")
+        now = digest(self._slots.addresses(slot), self._slots.nbytes())
+        then = np.frombuffer(committed.digests, np.uint64)
+        return rpc.AttestAnswer(self._differences(now, then))
+
+    def detach(self, _: rpc.Nothing) -> rpc.Nothing:
+        """Unmap the arenas and give the slots back. Idempotent."""
+        self.abort(rpc.Nothing())
+        if self._attached is not None:
+            attached, self._attached = self._attached, None
+            attached.arenas.close()
+            self._release_slots(attached)
+        return rpc.Nothing()
+
+    def _release_slots(self, attached: Attached) -> None:
+        for lora_id in attached.lora_ids:
+            self._slots.release(lora_id)
+
+    def _require_attached(self) -> Attached:
+        if self._attached is None:
+            raise NotCommitted("nothing is attached; call engine.attach(publisher.spec) first")
+        return self._attached
+
+    def _check_dtype(self, spec: Spec) -> None:
+        dtype = str(self._loader.dtype).removeprefix("torch.")
+        if spec.layout.dtype != dtype:
+            raise LayoutMismatch(
+                f"the publisher packs {spec.layout.dtype}, but this engine's LoRA slots are "
+                f"{dtype}; build the Publisher with dtype=torch.{dtype}"
+            )
+
+    def _slot_map(self, spec: Spec, request: rpc.AttachRequest) -> SlotMap:
+        """Trace under the ids that serve nothing; a known layout needs no second trace."""
+        previous = self._attached
+        if previous is not None and previous.spec.layout_digest == spec.layout_digest:
+            return previous.slot_map
+        idle = tuple(id_ for id_ in request.lora_ids if id_ != request.live)
+        if not idle:
+            raise LayoutMismatch(
+                "the only slot serves the live version, so another layout cannot be traced; call "
+                "engine.close() first or start the engine with max_loras=2"
+            )
+        if previous is not None:
+            for lora_id in idle:
+                self._slots.release(lora_id)
+        layout = spec.layout
+        return trace_engine(
+            self._loader, self._slots, layout.export_map.factors, layout.peft_config, idle
+        )
+
+    def _take_slots(self, attached: Attached, live: int) -> None:
+        previous = self._attached
+        rank = int(attached.spec.layout.peft_config["r"])
+        for index, lora_id in enumerate(attached.lora_ids):
+            if lora_id == live and previous is not None:
+                old = previous.lora_ids.index(lora_id)
+                attached.slots.append(previous.slots[old])
+                attached.committed[index] = previous.committed[old]
+            else:
+                attached.slots.append(self._slots.reserve(lora_id, rank))
+
+    def _keep_slot(self, attached: Attached, index: int) -> None:
+        """Take a slot back that vLLM gave away: a sleep, a base reload, an eviction."""
+        lora_id = attached.lora_ids[index]
+        if self._slots.problem(lora_id, attached.slots[index]) is None:
+            return
+        attached.committed[index] = None
+        rank = int(attached.spec.layout.peft_config["r"])
+        attached.slots[index] = self._slots.reserve(lora_id, rank)
+        self._allocations += 1
+
+    def _differences(self, now: npt.NDArray[np.uint64], then: npt.NDArray[np.uint64]) -> str:
+        wrong = np.flatnonzero(now != then)
+        if len(wrong) == 0:
+            return ""
+        names = [self._slots.buffers[int(index)].name for index in wrong]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        return f"differs from its commit in {', '.join(names[:4])}{more}"
+
+
+def _pieces(slot_map: SlotMap) -> tuple[rpc.Piece, ...]:
+    pieces = {}
+    for tensor_map in slot_map.maps:
+        for cell in tensor_map.cells:
+            rows, cols = cell.along_rows.packed, cell.along_cols.packed
+            if cell.transposed:
+                rows, cols = cols, rows
+            pieces[cell.tensor, rows, cols] = rpc.Piece(cell.tensor, rows, cols)
+    return tuple(pieces.values())

@@ -1,0 +1,251 @@
+"""The trainer's side: trace once, then pack the local shards into an arena at every publish."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lora_refit.arena import ArenaLayout, ArenaWriter
+from lora_refit.collectives import ProcessGroup, all_gather_bytes, world
+from lora_refit.errors import LayoutMismatch, TransportUnavailable, UnsupportedAdapter
+from lora_refit.kernels import SCALE_ONCE
+from lora_refit.messages import ArenaHandle
+from lora_refit.packed import PackedView, gather_packed, write_peft_directory
+from lora_refit.plan import Block, Buffer, Plan
+from lora_refit.sources.base import Source
+from lora_refit.spec import FORMAT, Layout, Spec, Ticket
+from lora_refit.trace.export import Parameter, trace_export
+
+ENGINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Publisher:
+    """Publishes versions of one trainer rank's adapter shards. Construction is collective.
+
+    source: the trainer's adapter, for example MegatronSource.
+    dtype: of the engine's LoRA slots; parameters are cast to it, round to nearest even.
+    exchange: "auto" or "peer": engine workers map every rank's arena, so a refit needs no
+        collective. Other exchanges raise TransportUnavailable.
+    group: the trainer's process group; None for the default group.
+    scale_rounding: "engine" leaves alpha / r to the engine's side, which casts and then
+        multiplies, bit-equal to the engine's own loader. "once" multiplies here in fp32 and
+        rounds once: up to one unit in the last place nearer to the trainer, and not bit-equal.
+    timeout_s: how long `publish` waits for readers of the half that it is about to overwrite.
+
+    Raises what `trace_export` raises: NotMovement, CoverageError, UnsupportedAdapter.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        dtype: torch.dtype = torch.bfloat16,
+        exchange: str = "auto",
+        group: ProcessGroup | None = None,
+        *,
+        scale_rounding: str = "engine",
+        timeout_s: float = 60.0,
+    ) -> None:
+        _check_arguments(dtype, exchange, scale_rounding)
+        self._source = source
+        self._dtype = dtype
+        self._rank, _ = world(group)
+        export_map = trace_export(source, group)
+        layout = Layout(
+            format=FORMAT,
+            dtype=str(dtype).removeprefix("torch."),
+            scale_folded=scale_rounding == "once",
+            peft_config=source.config(),
+            export_map=export_map,
+        )
+        own = tuple(item for item in export_map.parameters if item.rank == self._rank)
+        self._plan = pack_plan(own, layout, self._rank)
+        self._kernel = self._plan.kernel()
+        self._writer = ArenaWriter(
+            ArenaLayout(tuple(math.prod(item.shape) * dtype.itemsize for item in own)),
+            rank=self._rank,
+            layout_digest=layout.digest(),
+            timeout_s=timeout_s,
+        )
+        self._spec = Spec(
+            layout=layout,
+            layout_digest=layout.digest(),
+            arenas=_exchange_handles(self._writer.handle, group),
+        )
+        self._parameters = own
+        self._addresses: npt.NDArray[np.uint64] = np.zeros(len(own), np.uint64)
+        self._sequence = 0
+
+    @property
+    def spec(self) -> Spec:
+        """What an engine needs to attach; the same on every rank."""
+        return self._spec
+
+    @property
+    def plan(self) -> Plan:
+        """The pack plan of this rank: one block a parameter."""
+        return self._plan
+
+    @property
+    def launches(self) -> int:
+        """Pack launches so far: one for each publish."""
+        return self._kernel.launches
+
+    def publish(self, version: int) -> Ticket:
+        """Pack this rank's parameters as `version`. Local: one launch, no collective.
+
+        Call it on every rank after the optimizer's step. Raises ReaderTimeout if a worker still
+        reads the half to be overwritten, LayoutMismatch if the parameters changed since tracing;
+        earlier versions stay as they were.
+        """
+        started = time.perf_counter()
+        # A failed publish uses its sequence up as well, so that all ranks stay in step.
+        self._sequence = sequence = self._sequence + 1
+        addresses = self._source_addresses()
+        half = self._writer.begin(sequence)
+        try:
+            digests = self._kernel.run(addresses, self._writer.entry_addresses(half))
+            self._writer.publish(sequence, version, digests)
+        except BaseException:
+            self._writer.abandon(sequence)
+            raise
+        return Ticket(
+            version=version,
+            sequence=sequence,
+            layout_digest=self._spec.layout_digest,
+            rank=self._rank,
+            pack_ms=(time.perf_counter() - started) * 1e3,
+        )
+
+    def export_packed(self, path: str | Path | None = None) -> PackedView:
+        """Gather the last published version of all ranks into one PEFT-layout buffer.
+
+        Local: reads the arenas of all ranks, so every rank must have published the version. With
+        `path`, also writes a PEFT directory there. Values are in the publisher's dtype.
+        """
+        view = gather_packed(self._spec)
+        if path is not None:
+            write_peft_directory(view, self._spec.layout, Path(path))
+        return view
+
+    def close(self) -> None:
+        """Release the arena. Attached engines keep what they mapped. Idempotent."""
+        self._writer.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _source_addresses(self) -> npt.NDArray[np.uint64]:
+        """Where the parameters are now: trainers move them when they offload and reload."""
+        tensors = [tensor for _, tensor in self._source.parameters()]
+        addresses = np.fromiter((t.data_ptr() for t in tensors), np.uint64, len(tensors))
+        if not np.array_equal(addresses, self._addresses):
+            _check_unchanged(tensors, self._parameters)
+            self._addresses = addresses
+        return addresses
+
+
+def pack_plan(parameters: Sequence[Parameter], layout: Layout, rank: int) -> Plan:
+    """One block a parameter: cast into the arena entry of the same number."""
+    scales = folded_scales(layout) if layout.scale_folded else {}
+    numels = [math.prod(item.shape) for item in parameters]
+    first = next((i for i, item in enumerate(layout.export_map.parameters) if item.rank == rank), 0)
+    blocks = [
+        Block(
+            src=index,
+            dst=index,
+            src_offset=0,
+            dst_offset=0,
+            size=(1, 1, numel),
+            src_stride=(0, 0, 1),
+            dst_stride=(0, 0, 1),
+            scale=scales.get(first + index, 1.0),
+            flags=SCALE_ONCE if layout.scale_folded else 0,
+        )
+        for index, numel in enumerate(numels)
+    ]
+    return Plan.build(
+        [
+            Buffer(item.name, rank, item.dtype, numel)
+            for item, numel in zip(parameters, numels, strict=True)
+        ],
+        [
+            Buffer(f"arena/{item.name}", rank, layout.dtype, numel)
+            for item, numel in zip(parameters, numels, strict=True)
+        ],
+        blocks,
+    )
+
+
+def folded_scales(layout: Layout) -> dict[int, float]:
+    """alpha / r of every parameter that feeds a lora_B factor, by global parameter index."""
+    config = layout.peft_config
+    rank = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
+    if config.get("rank_pattern") or config.get("alpha_pattern"):
+        raise UnsupportedAdapter(
+            'scale_rounding="once" needs one rank and alpha for all modules; use "engine"'
+        )
+    return {
+        cell.tensor: config["lora_alpha"] / rank
+        for factor in layout.export_map.factors
+        if factor.name.endswith(".lora_B.weight")
+        for cell in factor.cells
+    }
+
+
+def _check_arguments(dtype: torch.dtype, exchange: str, scale_rounding: str) -> None:
+    if dtype not in ENGINE_DTYPES:
+        raise UnsupportedAdapter(f"dtype {dtype}: engines hold LoRA slots in {ENGINE_DTYPES}")
+    if exchange not in ("auto", "peer"):
+        raise TransportUnavailable(
+            f'exchange={exchange!r} is not available in this version; use "auto" or "peer", which '
+            "need engine and trainer on one node"
+        )
+    if scale_rounding not in ("engine", "once"):
+        raise UnsupportedAdapter(f'scale_rounding={scale_rounding!r}: use "engine" or "once"')
+
+
+def _exchange_handles(handle: ArenaHandle, group: ProcessGroup | None) -> tuple[ArenaHandle, ...]:
+    return tuple(
+        msgspec.msgpack.decode(data, type=ArenaHandle)
+        for data in all_gather_bytes(msgspec.msgpack.encode(handle), group)
+    )
+
+
+def _check_unchanged(tensors: Sequence[torch.Tensor], traced: Sequence[Parameter]) -> None:
+    if len(tensors) != len(traced):
+        raise LayoutMismatch(
+            f"{len(tensors)} adapter parameters, but {len(traced)} were traced; build a new "
+            "Publisher after changing the adapter"
+        )
+    for tensor, before in zip(tensors, traced, strict=True):
+        now: tuple[Any, ...] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if now != (before.shape, before.dtype):
+            raise LayoutMismatch(
+                f"{before.label}: traced as {before.shape} {before.dtype}, now {now[0]} {now[1]}; "
+                "build a new Publisher after changing the adapter"
+            )
+        if not tensor.is_contiguous():
+            raise LayoutMismatch(f"{before.label}: is not contiguous; call .contiguous() on it")
+        if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+            raise LayoutMismatch(f"{before.label}: has no storage (offloaded?); reload it first")
+        if tensor.device.type != "cpu":
+            raise TransportUnavailable(
+                f"{before.label}: on {tensor.device}; this build has the CPU backend only"
+            )

@@ -1,0 +1,1 @@
+"""Sources: what a trainer holds and how it exports it."""

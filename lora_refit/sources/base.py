@@ -1,0 +1,42 @@
+"""What a trainer must offer to be refitted: its live adapter parameters and a trusted exporter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from lora_refit.trace.export import ExportMap
+
+PEFT_PREFIX = "base_model.model."
+
+
+class Source(Protocol):
+    """One trainer rank's side of a refit. Every method is called on every rank alike."""
+
+    def parameters(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """This rank's adapter parameters, in a fixed order, as live tensors (not copies).
+
+        Their storage may move between calls; their number, names, shapes and dtypes may not.
+        """
+
+    def export(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The trusted exporter: full PEFT-named factors from whatever the parameters hold now.
+
+        Yields (`base_model.model.<module>.lora_A.weight`, [r, in]) and
+        (`....lora_B.weight`, [out, r]). May be collective over the trainer's ranks and may yield
+        views of live parameters or reused buffers; callers read each tensor before the next.
+        """
+
+    def config(self) -> dict[str, Any]:
+        """The PEFT config of what is adapted: peft_type, r, lora_alpha, target_modules, ..."""
+
+    def prove(self, export_map: ExportMap) -> None:
+        """Check that the trainer's own forward agrees with the exported factors.
+
+        Tracing proves equality with the exporter; this proves that the exporter is right. Called
+        once, with the parameters free to be overwritten: the caller restores them. Raises
+        UnsupportedAdapter, naming the module, where they disagree.
+        """

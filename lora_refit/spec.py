@@ -1,0 +1,85 @@
+"""What trainer and engine agree on once (Spec) and what names a published version (Ticket)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from lora_refit.errors import LayoutMismatch
+from lora_refit.messages import ArenaHandle
+from lora_refit.trace.export import ExportMap
+
+FORMAT = 1
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that must not change while an engine is attached.
+
+    dtype: of the arenas, and of the engine's LoRA slots, without the `torch.` prefix.
+    scale_folded: True if the arenas hold lora_B times alpha / r already.
+    """
+
+    format: int
+    dtype: str
+    scale_folded: bool
+    peft_config: dict[str, Any]
+    export_map: ExportMap
+
+    def digest(self) -> bytes:
+        """blake2b-256 over the encoded layout."""
+        encoded = msgspec.msgpack.encode(self, order="sorted")
+        return hashlib.blake2b(encoded, digest_size=32).digest()
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """A publisher's offer to an engine: the layout and how to reach every rank's arena."""
+
+    layout: Layout
+    layout_digest: bytes
+    arenas: tuple[ArenaHandle, ...]
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Spec:
+        """Raises LayoutMismatch if the bytes are no spec of this format or were altered."""
+        try:
+            spec = msgspec.msgpack.decode(data, type=Spec)
+        except msgspec.MsgspecError as error:
+            raise LayoutMismatch(f"not a spec: {error}") from error
+        if spec.layout.format != FORMAT:
+            raise LayoutMismatch(
+                f"spec format {spec.layout.format} cannot be read by this version (format "
+                f"{FORMAT}); use the same lora_refit on both sides"
+            )
+        if spec.layout.digest() != spec.layout_digest:
+            raise LayoutMismatch("the spec's layout does not match its digest; it was altered")
+        return spec
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """Names one published version. Every trainer rank's ticket of a version will do.
+
+    sequence: counts publishes; tells which arena half holds the version.
+    pack_ms: time the issuing rank spent packing, in milliseconds.
+    """
+
+    version: int
+    sequence: int
+    layout_digest: bytes
+    rank: int
+    pack_ms: float
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Ticket:
+        """Raises LayoutMismatch if the bytes are no ticket."""
+        try:
+            return msgspec.msgpack.decode(data, type=Ticket)
+        except msgspec.MsgspecError as error:
+            raise LayoutMismatch(f"not a ticket: {error}") from error

@@ -1,0 +1,1 @@
+"""Learning data movement from tagged values: tags -> planes -> movement."""

@@ -1,0 +1,285 @@
+"""Learn what a trainer's exporter moves, by letting it export tagged parameters.
+
+Collective over the trainer's ranks, once, when a publisher is built. The parameters come back bit
+for bit, also when the exporter raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from lora_refit import errors
+from lora_refit.collectives import ProcessGroup, all_gather_bytes, world
+from lora_refit.errors import CoverageError, NotMovement, RefitError
+from lora_refit.sources.base import Source
+from lora_refit.trace import tags
+from lora_refit.trace.axis import IntArray
+from lora_refit.trace.coverage import uncovered_elements
+from lora_refit.trace.movement import TagReader, TensorMap, gather
+
+T = TypeVar("T")
+Visit = Callable[[str, torch.Tensor], None]
+
+
+class Parameter(msgspec.Struct, frozen=True, array_like=True):
+    """One adapter parameter of one trainer rank."""
+
+    rank: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """torch dtype without the `torch.` prefix."""
+
+    @property
+    def label(self) -> str:
+        return f"trainer rank {self.rank}, {self.name}"
+
+
+class ExportMap(msgspec.Struct, frozen=True, array_like=True):
+    """Where every element of every exported factor comes from.
+
+    parameters: of all ranks; cells of the factors index this list.
+    replicas: pairs of parameters that hold the same bytes on different ranks; the first is read.
+    """
+
+    parameters: tuple[Parameter, ...]
+    factors: tuple[TensorMap, ...]
+    replicas: tuple[tuple[int, int], ...]
+
+
+def trace_export(source: Source, group: ProcessGroup | None = None) -> ExportMap:
+    """Trace the source's exporter and prove the result on ones and on random values.
+
+    Returns the same map on every rank. Raises, on every rank alike, NotMovement if the exporter
+    computes rather than moves, CoverageError if a parameter element is never exported or a factor
+    is duplicated, misnamed or lacks its partner, UnsupportedAdapter if the source's own forward
+    disagrees with its factors.
+    """
+    rank, _ = world(group)
+    local = source.parameters()
+    described = tuple(
+        Parameter(rank, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in local
+    )
+    parameters = tuple(
+        parameter
+        for data in all_gather_bytes(msgspec.msgpack.encode(described), group)
+        for parameter in msgspec.msgpack.decode(data, type=tuple[Parameter, ...])
+    )
+    if not parameters:
+        raise CoverageError("no trainer rank holds an adapter parameter; is LoRA attached?")
+    first = next((i for i, item in enumerate(parameters) if item.rank == rank), 0)
+    tensors = [tensor.detach() for _, tensor in local]
+
+    with _restored(tensors):
+        factors = _same_outcome(lambda: _trace_tags(source, tensors, first, parameters), group)
+        maps = _exchange(factors, group)
+        _same_outcome(lambda: _prove_ones(source, tensors), group)
+        _same_outcome(lambda: _prove_random(source, tensors, first, parameters, factors), group)
+        merged = _merge(parameters, maps)
+        _check_pairs(merged.factors)
+        _check_parameters_used(parameters, maps)
+        _same_outcome(lambda: source.prove(merged), group)
+    return merged
+
+
+@contextmanager
+def _restored(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Bring the tensors back bit for bit, whatever happens, and verify it."""
+    saved = [tensor.detach().clone() for tensor in tensors]
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in zip(tensors, saved, strict=True):
+                tensor.copy_(before)
+                if not torch.equal(_bytes_of(tensor), _bytes_of(before)):
+                    raise RefitError("an adapter parameter could not be restored after tracing")
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+def _drain(source: Source, visit: Visit) -> None:
+    """Run the exporter to its end even if a tensor is refused: it may be collective."""
+    refusal: RefitError | None = None
+    for name, tensor in source.export():
+        if refusal is None:
+            try:
+                visit(name, tensor)
+            except RefitError as error:
+                refusal = error
+    if refusal is not None:
+        raise refusal
+
+
+def _trace_tags(
+    source: Source,
+    tensors: Sequence[torch.Tensor],
+    first: int,
+    parameters: Sequence[Parameter],
+) -> list[TensorMap]:
+    planes = tags.planes_for([parameter.shape for parameter in parameters])
+    reader = TagReader(planes)
+    for plane in planes:
+        for offset, tensor in enumerate(tensors):
+            tags.fill(tensor, first + offset, plane)
+        _drain(source, partial(reader.read, plane=plane))
+    return [reader.tensor_map(name) for name in reader.names]
+
+
+def _prove_ones(source: Source, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.fill_(1)
+
+    def visit(name: str, tensor: torch.Tensor) -> None:
+        wrong = tensor != 1
+        if bool(wrong.any()):
+            value = float(tensor[wrong].flatten()[0])
+            raise NotMovement(
+                f"{name}: the exporter turns parameters of one into {value!r}; scale, cast or pad "
+                "after export instead, or pass an exporter that only moves"
+            )
+
+    _drain(source, visit)
+
+
+def _prove_random(
+    source: Source,
+    tensors: Sequence[torch.Tensor],
+    first: int,
+    parameters: Sequence[Parameter],
+    factors: Sequence[TensorMap],
+) -> None:
+    """Values drawn per global parameter index, so any rank can replay any other rank's pieces."""
+    for offset, tensor in enumerate(tensors):
+        tensor.copy_(_random_values(first + offset, parameters[first + offset]))
+    by_name = {factor.name: factor for factor in factors}
+
+    def visit(name: str, tensor: torch.Tensor) -> None:
+        factor = by_name[name]
+        used = {cell.tensor for cell in factor.cells}
+        expected = gather(factor, {i: _random_values(i, parameters[i]) for i in used})
+        wrong = tensor.detach().to("cpu", torch.float64) != expected
+        if bool(wrong.any()):
+            raise NotMovement(
+                f"{name}: {int(wrong.sum())} of {tensor.numel()} random values changed on export; "
+                "the exporter rounds, quantises or rescales, which cannot be replayed"
+            )
+
+    _drain(source, visit)
+
+
+def _random_values(index: int, parameter: Parameter) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0x5EED + index)
+    dtype: torch.dtype = getattr(torch, parameter.dtype)
+    return torch.randn(parameter.shape, generator=generator).to(dtype)
+
+
+class _Outcome(msgspec.Struct, array_like=True):
+    """How a step went on one rank; `error` is empty when it went well."""
+
+    error: str = ""
+    message: str = ""
+
+
+def _same_outcome(work: Callable[[], T], group: ProcessGroup | None) -> T:
+    """Run a step and fail on every rank if it failed on one, so that no rank waits for another."""
+    failure: Exception | None = None
+    outcome = _Outcome()
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+        outcome = _Outcome(type(error).__name__, str(error))
+    gathered = all_gather_bytes(msgspec.msgpack.encode(outcome), group)
+    if failure is not None:
+        raise failure
+    for rank, data in enumerate(gathered):
+        other = msgspec.msgpack.decode(data, type=_Outcome)
+        if other.error:
+            kind = getattr(errors, other.error, RefitError)
+            raise kind(f"trainer rank {rank}: {other.message}")
+    return result
+
+
+def _exchange(
+    factors: Sequence[TensorMap], group: ProcessGroup | None
+) -> list[tuple[TensorMap, ...]]:
+    """Every rank's view of the export, in rank order."""
+    return [
+        msgspec.msgpack.decode(data, type=tuple[TensorMap, ...])
+        for data in all_gather_bytes(msgspec.msgpack.encode(tuple(factors)), group)
+    ]
+
+
+def _merge(parameters: tuple[Parameter, ...], maps: Sequence[Sequence[TensorMap]]) -> ExportMap:
+    """One map from all ranks' maps; where ranks export the same factor, the lowest is read."""
+    chosen: dict[str, TensorMap] = {}
+    replicas: dict[tuple[int, int], None] = {}
+    for rank, factors in enumerate(maps):
+        for factor in factors:
+            first = chosen.setdefault(factor.name, factor)
+            for pair in _replica_pairs(first, factor, rank, parameters):
+                replicas[pair] = None
+    return ExportMap(parameters, tuple(chosen.values()), tuple(replicas))
+
+
+def _replica_pairs(
+    first: TensorMap, other: TensorMap, rank: int, parameters: Sequence[Parameter]
+) -> Iterator[tuple[int, int]]:
+    if first.shape != other.shape or len(first.cells) != len(other.cells):
+        raise CoverageError(
+            f"{other.name}: trainer rank {rank} exports it from other pieces than the first rank "
+            "that yields it; all ranks must export the same adapter"
+        )
+    for a, b in zip(first.cells, other.cells, strict=True):
+        if msgspec.structs.replace(b, tensor=a.tensor) != a:
+            raise CoverageError(
+                f"{other.name}: trainer rank {rank} builds it from other elements of "
+                f"{parameters[b.tensor].label} than the first rank that yields it"
+            )
+        if a.tensor != b.tensor:
+            yield a.tensor, b.tensor
+
+
+def _check_pairs(factors: Sequence[TensorMap]) -> None:
+    names = {factor.name for factor in factors}
+    for name in names:
+        if ".lora_A.weight" in name:
+            partner = name.replace(".lora_A.weight", ".lora_B.weight")
+        elif ".lora_B.weight" in name:
+            partner = name.replace(".lora_B.weight", ".lora_A.weight")
+        else:
+            raise CoverageError(
+                f"{name}: not a PEFT factor name; expected <module>.lora_A.weight or "
+                "<module>.lora_B.weight"
+            )
+        if partner not in names:
+            raise CoverageError(f"{name}: exported without its partner {partner}")
+
+
+def _check_parameters_used(
+    parameters: Sequence[Parameter], maps: Sequence[Sequence[TensorMap]]
+) -> None:
+    pieces: dict[int, list[tuple[IntArray, IntArray]]] = {}
+    for factors in maps:
+        for factor in factors:
+            for cell in factor.cells:
+                pieces.setdefault(cell.tensor, []).append((cell.source_rows, cell.source_cols))
+    for index, parameter in enumerate(parameters):
+        missing = uncovered_elements(tags.matrix_shape(parameter.shape), pieces.get(index, []))
+        if missing:
+            raise CoverageError(
+                f"{parameter.label}: {missing} of its {math.prod(parameter.shape)} elements are "
+                "exported by no factor; the engine would never see them"
+            )

@@ -27,6 +27,7 @@ struct CopyBlock {
   uint32_t flags;
 };
 
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "digests and blocks are little-endian");
 static_assert(sizeof(CopyBlock) == 104, "CopyBlock is packed: Python and CUDA share this layout");
 static_assert(offsetof(CopyBlock, src_stride) == 48 && offsetof(CopyBlock, scale) == 96);
 

@@ -1,7 +1,8 @@
 """The C++ extension: copy programs, digests and words in shared memory.
 
 Addresses are integers. Array arguments are never converted: they must have exactly the given dtype
-and be contiguous. Long calls release the GIL. Bad input raises ValueError.
+and be contiguous. Long calls release the GIL. Bad input raises ValueError, and
+a bad LORA_REFIT_SIMD or LORA_REFIT_THREADS in the environment RuntimeError.
 """
 
 from collections.abc import Sequence

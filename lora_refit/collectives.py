@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
+
+from lora_refit import errors
+
+T = TypeVar("T")
 
 ProcessGroup = Any
 """torch.distributed.ProcessGroup, or None for the default group."""
@@ -36,6 +42,38 @@ def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
     return [
         item[:count].cpu().numpy().tobytes() for item, count in zip(gathered, sizes, strict=True)
     ]
+
+
+class _Outcome(msgspec.Struct, array_like=True):
+    """How a step went on one rank; `error` is empty when it went well."""
+
+    error: str = ""
+    message: str = ""
+
+
+def same_outcome(work: Callable[[], T], group: ProcessGroup | None) -> T:
+    """Run a step and fail on every rank if it failed on one, so that no rank waits for another.
+
+    A RefitError of another rank is raised with its own type, anything else as RefitError; both
+    name the rank. Collective over the group.
+    """
+    failure: Exception | None = None
+    outcome = _Outcome()
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+        outcome = _Outcome(type(error).__name__, str(error))
+    gathered = all_gather_bytes(msgspec.msgpack.encode(outcome), group)
+    if failure is not None:
+        raise failure
+    for rank, data in enumerate(gathered):
+        other = msgspec.msgpack.decode(data, type=_Outcome)
+        if other.error in errors.__all__:
+            raise getattr(errors, other.error)(f"trainer rank {rank}: {other.message}")
+        if other.error:
+            raise errors.RefitError(f"trainer rank {rank}: {other.error}: {other.message}")
+    return result
 
 
 def _collective_device(group: ProcessGroup | None) -> torch.device:

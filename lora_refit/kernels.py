@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,8 @@ SCALE_ONCE = 1
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class BufferType:
@@ -55,7 +58,8 @@ class CopyKernel:
     Raises:
         LayoutMismatch: a block reaches outside its buffers; the message gives its number.
         UnsupportedAdapter: a buffer's dtype is not float32, float16 or bfloat16.
-        TransportUnavailable: this build has no backend for `device`.
+        TransportUnavailable: this build has no backend for `device`, or LORA_REFIT_SIMD or
+            LORA_REFIT_THREADS in the environment has a bad value.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class CopyKernel:
         blocks: NDArray[np.void],
         sources: Sequence[BufferType],
         destinations: Sequence[BufferType],
-        device: torch.device = torch.device("cpu"),
+        device: torch.device = _CPU,
     ) -> None:
         if device.type != "cpu":
             raise TransportUnavailable(
@@ -74,7 +78,7 @@ class CopyKernel:
             raise LayoutMismatch(f"blocks have dtype {blocks.dtype}, not kernels.BLOCK_DTYPE")
         src_codes = [_dtype_code("source", i, buffer) for i, buffer in enumerate(sources)]
         dst_codes = [_dtype_code("destination", i, buffer) for i, buffer in enumerate(destinations)]
-        try:
+        with _typed_errors("the copy plan does not fit its buffers"):
             self._program = _C.CopyProgram(
                 blocks.tobytes(),
                 src_codes,
@@ -82,8 +86,6 @@ class CopyKernel:
                 dst_codes,
                 [buffer.numel for buffer in destinations],
             )
-        except ValueError as error:
-            raise LayoutMismatch(f"the copy plan does not fit its buffers: {error}") from error
         self._digests = np.zeros(len(destinations), np.uint64)
         self.launches = 0
 
@@ -107,10 +109,8 @@ class CopyKernel:
         Raises:
             LayoutMismatch: an address is missing.
         """
-        try:
+        with _typed_errors("the copy kernel cannot run"):
             self._program.run(src_addresses, dst_addresses, self._digests)
-        except ValueError as error:
-            raise LayoutMismatch(f"the copy kernel cannot run: {error}") from error
         self.launches += 1
         return self._digests
 
@@ -126,11 +126,20 @@ def digest(addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray
         LayoutMismatch: a size is odd, or an address is missing.
     """
     digests = np.zeros(len(addresses), np.uint64)
-    try:
+    with _typed_errors("cannot digest"):
         _C.digest(addresses, nbytes, digests)
-    except ValueError as error:
-        raise LayoutMismatch(f"cannot digest: {error}") from error
     return digests
+
+
+@contextmanager
+def _typed_errors(what: str) -> Iterator[None]:
+    """The extension raises ValueError for bad arguments, RuntimeError for a bad environment."""
+    try:
+        yield
+    except ValueError as error:
+        raise LayoutMismatch(f"{what}: {error}") from error
+    except RuntimeError as error:
+        raise TransportUnavailable(str(error)) from error
 
 
 def _dtype_code(side: str, index: int, buffer: BufferType) -> int:

@@ -60,7 +60,7 @@ def gather_packed(spec: Spec) -> PackedView:
     dtype: torch.dtype = getattr(torch, layout.dtype)
     entries, total = _manifest(layout, dtype)
     plan = packed_plan(layout)
-    buffer = torch.empty(total, dtype=torch.uint8)
+    buffer = torch.zeros(total, dtype=torch.uint8)
     with ExitStack() as stack:
         readers = [
             stack.enter_context(closing(ArenaReader(handle, spec.layout_digest)))

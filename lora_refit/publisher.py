@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,17 +16,20 @@ import numpy.typing as npt
 import torch
 
 from lora_refit.arena import ArenaLayout, ArenaWriter
-from lora_refit.collectives import ProcessGroup, all_gather_bytes, world
+from lora_refit.collectives import ProcessGroup, all_gather_bytes, same_outcome, world
 from lora_refit.errors import LayoutMismatch, TransportUnavailable, UnsupportedAdapter
 from lora_refit.kernels import SCALE_ONCE
 from lora_refit.messages import ArenaHandle
 from lora_refit.packed import PackedView, gather_packed, write_peft_directory
 from lora_refit.plan import Block, Buffer, Plan
-from lora_refit.sources.base import Source
+from lora_refit.sources.base import Source, has_storage, lora_scale
 from lora_refit.spec import FORMAT, Layout, Spec, Ticket
 from lora_refit.trace.export import Parameter, trace_export
 
 ENGINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+State = list[tuple[int, torch.Size, torch.dtype, bool]]
+"""Address, shape, dtype and contiguity of every parameter."""
 
 
 class Publisher:
@@ -63,17 +67,22 @@ class Publisher:
             format=FORMAT,
             dtype=str(dtype).removeprefix("torch."),
             scale_folded=scale_rounding == "once",
-            peft_config=source.config(),
+            # PEFT's own to_dict() holds sets and enums, which have no fixed order or encoding.
+            peft_config=msgspec.to_builtins(source.config(), order="sorted"),
             export_map=export_map,
         )
+        _require_same_layout(layout, group)
         own = tuple(item for item in export_map.parameters if item.rank == self._rank)
         self._plan = pack_plan(own, layout, self._rank)
         self._kernel = self._plan.kernel()
-        self._writer = ArenaWriter(
-            ArenaLayout(tuple(math.prod(item.shape) * dtype.itemsize for item in own)),
-            rank=self._rank,
-            layout_digest=layout.digest(),
-            timeout_s=timeout_s,
+        self._writer = same_outcome(
+            lambda: ArenaWriter(
+                ArenaLayout(tuple(math.prod(item.shape) * dtype.itemsize for item in own)),
+                rank=self._rank,
+                layout_digest=layout.digest(),
+                timeout_s=timeout_s,
+            ),
+            group,
         )
         self._spec = Spec(
             layout=layout,
@@ -81,6 +90,7 @@ class Publisher:
             arenas=_exchange_handles(self._writer.handle, group),
         )
         self._parameters = own
+        self._state: State | None = None
         self._addresses: npt.NDArray[np.uint64] = np.zeros(len(own), np.uint64)
         self._sequence = 0
 
@@ -107,6 +117,7 @@ class Publisher:
         earlier versions stay as they were.
         """
         started = time.perf_counter()
+        version = operator.index(version)
         # A failed publish uses its sequence up as well, so that all ranks stay in step.
         self._sequence = sequence = self._sequence + 1
         addresses = self._source_addresses()
@@ -154,11 +165,12 @@ class Publisher:
     def _source_addresses(self) -> npt.NDArray[np.uint64]:
         """Where the parameters are now: trainers move them when they offload and reload."""
         tensors = [tensor for _, tensor in self._source.parameters()]
-        addresses = np.fromiter((t.data_ptr() for t in tensors), np.uint64, len(tensors))
-        if not np.array_equal(addresses, self._addresses):
+        state = [(t.data_ptr(), t.shape, t.dtype, t.is_contiguous()) for t in tensors]
+        if state != self._state:
             _check_unchanged(tensors, self._parameters)
-            self._addresses = addresses
-        return addresses
+            self._addresses = np.asarray([address for address, *_ in state], np.uint64)
+            self._state = state
+        return self._addresses
 
 
 def pack_plan(parameters: Sequence[Parameter], layout: Layout, rank: int) -> Plan:
@@ -194,19 +206,21 @@ def pack_plan(parameters: Sequence[Parameter], layout: Layout, rank: int) -> Pla
 
 
 def folded_scales(layout: Layout) -> dict[int, float]:
-    """alpha / r of every parameter that feeds a lora_B factor, by global parameter index."""
+    """alpha / r of every parameter that feeds a lora_B, and of its replicas, by global index."""
     config = layout.peft_config
-    rank = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         raise UnsupportedAdapter(
             'scale_rounding="once" needs one rank and alpha for all modules; use "engine"'
         )
-    return {
-        cell.tensor: config["lora_alpha"] / rank
+    scale = lora_scale(config)
+    scales = {
+        cell.tensor: scale
         for factor in layout.export_map.factors
         if factor.name.endswith(".lora_B.weight")
         for cell in factor.cells
     }
+    copies = {copy: scale for first, copy in layout.export_map.replicas if first in scales}
+    return scales | copies
 
 
 def _check_arguments(dtype: torch.dtype, exchange: str, scale_rounding: str) -> None:
@@ -219,6 +233,16 @@ def _check_arguments(dtype: torch.dtype, exchange: str, scale_rounding: str) -> 
         )
     if scale_rounding not in ("engine", "once"):
         raise UnsupportedAdapter(f'scale_rounding={scale_rounding!r}: use "engine" or "once"')
+
+
+def _require_same_layout(layout: Layout, group: ProcessGroup | None) -> None:
+    digests = all_gather_bytes(layout.digest(), group)
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise LayoutMismatch(
+                f"trainer rank {rank}: its PEFT config or Publisher arguments differ from rank "
+                "0's; construct the Publisher alike on every rank"
+            )
 
 
 def _exchange_handles(handle: ArenaHandle, group: ProcessGroup | None) -> tuple[ArenaHandle, ...]:
@@ -243,7 +267,7 @@ def _check_unchanged(tensors: Sequence[torch.Tensor], traced: Sequence[Parameter
             )
         if not tensor.is_contiguous():
             raise LayoutMismatch(f"{before.label}: is not contiguous; call .contiguous() on it")
-        if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+        if not has_storage(tensor):
             raise LayoutMismatch(f"{before.label}: has no storage (offloaded?); reload it first")
         if tensor.device.type != "cpu":
             raise TransportUnavailable(

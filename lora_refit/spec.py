@@ -43,6 +43,21 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
+    def inspect(self, limit: int = 40) -> str:
+        """The spec in words: where each factor comes from, at most `limit` factors."""
+        export_map = self.layout.export_map
+        lines = [
+            f"spec {self.layout_digest.hex()[:32]}: {len(export_map.factors)} factors from "
+            f"{len(export_map.parameters)} parameters of {len(self.arenas)} trainer ranks, "
+            f"{self.layout.dtype}"
+        ]
+        for factor in export_map.factors[:limit]:
+            sources = dict.fromkeys(export_map.parameters[c.tensor].label for c in factor.cells)
+            lines.append(f"  {factor.name} {list(factor.shape)} <- {'; '.join(sources)}")
+        if len(export_map.factors) > limit:
+            lines.append(f"... and {len(export_map.factors) - limit} more factors")
+        return "\n".join(lines)
+
     @staticmethod
     def from_bytes(data: bytes) -> Spec:
         """Raises LayoutMismatch if the bytes are no spec of this format or were altered."""

@@ -26,6 +26,38 @@ bool continues(const Loop& outer, const Loop& inner) {
          outer.dst_stride == inner.size * inner.dst_stride;
 }
 
+struct LoopNest {
+  std::array<Loop, 3> loops;
+  int count = 0;
+};
+
+LoopNest ascending_loops(CopyBlock& block) {
+  LoopNest nest;
+  for (int axis = 0; axis < 3; ++axis) {
+    if (block.size[axis] == 1) continue;
+    Loop& loop = nest.loops[nest.count++];
+    loop = Loop{block.size[axis], block.src_stride[axis], block.dst_stride[axis]};
+    make_ascending(loop, block);
+  }
+  std::stable_sort(nest.loops.begin(), nest.loops.begin() + nest.count,
+                   [](const Loop& a, const Loop& b) { return a.dst_stride > b.dst_stride; });
+  return nest;
+}
+
+LoopNest merge_loops(const LoopNest& nest) {
+  LoopNest merged;
+  for (int i = 0; i < nest.count; ++i) {
+    const Loop& loop = nest.loops[i];
+    if (merged.count > 0 && continues(merged.loops[merged.count - 1], loop)) {
+      Loop& outer = merged.loops[merged.count - 1];
+      outer = Loop{outer.size * loop.size, loop.src_stride, loop.dst_stride};
+    } else {
+      merged.loops[merged.count++] = loop;
+    }
+  }
+  return merged;
+}
+
 }  // namespace
 
 bool is_empty(const CopyBlock& block) {
@@ -34,34 +66,14 @@ bool is_empty(const CopyBlock& block) {
 
 CopyBlock normalise(const CopyBlock& block) {
   CopyBlock result = block;
-  const bool zero_fill = block.src == kZeroFill;
-  std::array<Loop, 3> loops;
-  int count = 0;
-  for (int axis = 0; axis < 3; ++axis) {
-    if (block.size[axis] == 1) continue;
-    // A zero fill reads nothing, so its source strides must not keep loops apart.
-    const int64_t src_stride = zero_fill ? block.dst_stride[axis] : block.src_stride[axis];
-    loops[count] = Loop{block.size[axis], src_stride, block.dst_stride[axis]};
-    make_ascending(loops[count], result);
-    ++count;
+  if (block.src == kZeroFill) {  // reads nothing: its source must not keep loops apart
+    result.src_offset = block.dst_offset;
+    std::copy(block.dst_stride, block.dst_stride + 3, result.src_stride);
   }
-  std::stable_sort(loops.begin(), loops.begin() + count,
-                   [](const Loop& a, const Loop& b) { return a.dst_stride > b.dst_stride; });
-
-  std::array<Loop, 3> merged;
-  int used = 0;
-  for (int i = 0; i < count; ++i) {
-    if (used > 0 && continues(merged[used - 1], loops[i])) {
-      merged[used - 1] =
-          Loop{merged[used - 1].size * loops[i].size, loops[i].src_stride, loops[i].dst_stride};
-    } else {
-      merged[used++] = loops[i];
-    }
-  }
-
+  const LoopNest nest = merge_loops(ascending_loops(result));
   for (int axis = 0; axis < 3; ++axis) {
-    const int from = axis - (3 - used);
-    const Loop loop = from < 0 ? Loop{} : merged[from];
+    const int from = axis - (3 - nest.count);
+    const Loop loop = from < 0 ? Loop{} : nest.loops[from];
     result.size[axis] = loop.size;
     result.src_stride[axis] = loop.src_stride;
     result.dst_stride[axis] = loop.dst_stride;

@@ -16,15 +16,16 @@ inline constexpr int64_t kChunkElements = kChunkBytes / element_bytes(kDType);
 // sum.
 template <class Run>
 void walk_rows(const RowsJob& job, DigestSum& sum) {
-  constexpr int64_t kChunk = kChunkElements<Run::kDst>;
+  constexpr uint64_t kChunk = kChunkElements<Run::kDst>;
   const std::byte* src_row = job.src;
   std::byte* dst_row = job.dst;
   int64_t position = job.dst_position;
   for (int64_t row = 0; row < job.rows; ++row) {
     for (int64_t done = 0; done < job.cols;) {
-      const int64_t first = (position + done) % kChunk;
-      const int64_t count = std::min(job.cols - done, kChunk - first);
-      const uint64_t chunk = static_cast<uint64_t>((position + done) / kChunk);
+      const uint64_t element = static_cast<uint64_t>(position + done);
+      const uint64_t chunk = element / kChunk;
+      const int64_t first = static_cast<int64_t>(element % kChunk);
+      const int64_t count = std::min(job.cols - done, static_cast<int64_t>(kChunk) - first);
       sum.add(chunk, Run::move(src_row + done * element_bytes(Run::kSrc),
                                dst_row + done * element_bytes(Run::kDst), first, count, job.scale));
       done += count;

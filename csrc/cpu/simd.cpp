@@ -19,8 +19,8 @@ Simd choose_simd() {
   const std::string wanted = variable == nullptr ? "auto" : variable;
   if (wanted == "portable") return Simd::kPortable;
   if (wanted != "auto") {
-    throw std::invalid_argument("LORA_REFIT_SIMD=" + wanted +
-                                " is not known; unset it or set it to auto or portable");
+    throw std::runtime_error("LORA_REFIT_SIMD=" + wanted +
+                             " is not known; unset it or set it to auto or portable");
   }
   return cpu_has_avx2() ? Simd::kAvx2 : Simd::kPortable;
 }

@@ -6,7 +6,7 @@ namespace lora_refit {
 enum class Simd { kPortable, kAvx2 };
 
 // The best path this CPU has. LORA_REFIT_SIMD=portable in the environment forces the fallback and
-// is read at each call; any other value than "portable" or "auto" is refused.
+// is read at each call. Throws std::runtime_error for a value other than "portable" and "auto".
 Simd choose_simd();
 
 const char* simd_name(Simd simd);

@@ -20,8 +20,8 @@ int threads_from_environment(const std::string& text) {
   char* end = nullptr;
   const long value = std::strtol(text.c_str(), &end, 10);
   if (text.empty() || *end != '\0' || value < 1 || value > kMostThreads) {
-    throw std::invalid_argument("LORA_REFIT_THREADS=" + text + " must be a number from 1 to " +
-                                std::to_string(kMostThreads));
+    throw std::runtime_error("LORA_REFIT_THREADS=" + text + " must be a number from 1 to " +
+                             std::to_string(kMostThreads));
   }
   return static_cast<int>(value);
 }

@@ -18,6 +18,7 @@ using IndexedTask = void (*)(void* context, int64_t index);
 inline constexpr int kMostThreads = 64;
 
 // CPUs in the affinity mask, at most 8; LORA_REFIT_THREADS in the environment overrides it.
+// Throws std::runtime_error when that is not a number from 1 to kMostThreads.
 int default_threads();
 
 // The number of threads for a call that asked for `threads` (0: the default, and one thread where

@@ -1,7 +1,7 @@
 """Arenas: how one trainer rank's packed shards reach engine workers on the same node.
 
-An arena is one anonymous, sealed memfd: a control page and two data halves. Sequence `s` (1, 2, ...)
-lives in half `s % 2`, so the trainer packs one half while workers read the other.
+An arena is one anonymous, sealed memfd: a control page and two data halves. Sequences count from 1,
+and sequence `s` lives in half `s % 2`: the trainer packs one half while workers read the other.
 
 Protocol
 ========
@@ -25,7 +25,7 @@ W6  sequence word := s (release)     R6  pin word := 0 (release)
   then both sides would see the old words and both go on. The full fences forbid that: at least one
   side sees the other, so either the writer waits for the pin or the reader withdraws it.
 * R4 is needed because the writer may have passed W1-W3 between R1 and R2.
-* W6 comes last and releases W4 and W5; R1 and R4 load with acquire. Whoever sees `s` sees its bytes.
+* W6 comes last and releases W4 and W5, R1 and R4 load with acquire: who sees `s` sees its bytes.
 * R6 releases R5 and W3 loads with acquire, so no read is still under way when packing starts.
 * W3 is bounded. When it fails nothing of the half was touched, so W1 is undone and the old content
   is whole and published as before.

@@ -46,7 +46,7 @@ class ArenaLayout:
         for index, size in enumerate(self.entry_bytes):
             if type(size) is not int or size < 0:
                 raise LayoutMismatch(
-                    f"arena entry {index} has size {size!r}; a size in bytes of at least 0 is needed"
+                    f"arena entry {index} has size {size!r}; give each entry its bytes, 0 or more"
                 )
 
     @property

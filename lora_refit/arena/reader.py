@@ -119,8 +119,8 @@ class ArenaReader:
                     "restart the trainer and attach again"
                 )
         raise WriterTimeout(
-            f"{self._trainer} did not publish sequence {sequence} within {timeout_s} s; half {half} "
-            f"is {self._page.state(half)}; is the trainer stuck, or was publish not called on it?"
+            f"{self._trainer} did not publish sequence {sequence} within {timeout_s} s; its half "
+            f"{half} is {self._page.state(half)}; call publish on every rank, or see what it does"
         )
 
     def release(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -78,10 +78,9 @@ def batch(blocks: list[Block]) -> list[Block]:
 
     Takes blocks with batch size 1; keeps the destination order of their first elements.
     """
-    alike: dict[tuple[object, ...], list[Block]] = defaultdict(list)
+    alike: dict[Block, list[Block]] = defaultdict(list)
     for block in blocks:
-        key = (block.src, block.dst, block.size, block.src_stride, block.dst_stride, block.scale)
-        alike[key].append(block)
+        alike[replace(block, src_offset=0, dst_offset=0)].append(block)
     joined = []
     for group in alike.values():
         first = group[0]
@@ -89,15 +88,13 @@ def batch(blocks: list[Block]) -> list[Block]:
         src = np.asarray([block.src_offset for block in group], np.int64)
         for run in joint_runs(dst, src):
             joined.append(
-                Block(
-                    src=first.src,
-                    dst=first.dst,
+                replace(
+                    first,
                     src_offset=run.src,
                     dst_offset=run.dst,
                     size=(run.count, *first.size[1:]),
                     src_stride=(run.src_step, *first.src_stride[1:]),
                     dst_stride=(run.dst_step, *first.dst_stride[1:]),
-                    scale=first.scale,
                 )
             )
     return sorted(joined, key=lambda block: (block.dst, block.dst_offset))

@@ -88,11 +88,13 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
             plan = msgspec.msgpack.decode(data, type=Plan)
         except msgspec.MsgspecError as error:
             raise LayoutMismatch(f"not a saved plan: {error}") from error
-        if plan.format != FORMAT or len(plan.packed_blocks) % BLOCK_DTYPE.itemsize:
+        if plan.format != FORMAT:
             raise LayoutMismatch(
                 f"plan format {plan.format} cannot be read by this version (format {FORMAT}); "
                 "trace again"
             )
+        if len(plan.packed_blocks) % BLOCK_DTYPE.itemsize:
+            raise LayoutMismatch("the saved plan ends within a block; trace again")
         return plan
 
     def save(self, path: str | Path) -> None:
@@ -111,8 +113,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     def inverse(self) -> Plan:
         """The plan that brings every element back to where it came from.
 
-        Raises LayoutMismatch where that is not defined: a source element that is read twice, or a
-        scale other than one.
+        Raises LayoutMismatch where that is not defined: an element that is read or written twice,
+        or a scale other than one.
         """
         self._require_one_to_one()
         swapped = self.blocks.copy()
@@ -126,13 +128,19 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
         if len(scaled):
             name = self.destinations[int(scaled[0]["dst"])].name
             raise LayoutMismatch(f"{name}: scaled by {scaled[0]['scale']}; has no exact inverse")
-        for index, buffer in enumerate(self.sources):
-            reads = [offsets(block, "src") for block in self.blocks[self.blocks["src"] == index]]
-            if reads and len(np.unique(np.concatenate(reads))) != sum(map(len, reads)):
-                raise LayoutMismatch(
-                    f"{buffer.name} (rank {buffer.rank}): read by more than one block; "
-                    "has no unique inverse"
-                )
+        for side, verb, buffers in (
+            ("src", "reads", self.sources),
+            ("dst", "writes", self.destinations),
+        ):
+            for index, buffer in enumerate(buffers):
+                touched = [
+                    offsets(block, side) for block in self.blocks[self.blocks[side] == index]
+                ]
+                if touched and len(np.unique(np.concatenate(touched))) != sum(map(len, touched)):
+                    raise LayoutMismatch(
+                        f"{buffer.name} (rank {buffer.rank}): the plan {verb} some of its elements "
+                        "more than once, so it has no unique inverse"
+                    )
 
     def inspect(self, limit: int = 40) -> str:
         """The plan in words, one line a block, at most `limit` blocks."""

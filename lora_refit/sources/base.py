@@ -13,6 +13,17 @@ if TYPE_CHECKING:
 PEFT_PREFIX = "base_model.model."
 
 
+def lora_scale(config: dict[str, Any]) -> float:
+    """The factor on `B @ A` under a PEFT config without rank or alpha patterns."""
+    rank: int = config["r"]
+    return float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """False if a trainer has offloaded the tensor by freeing its storage; using it would crash."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
 class Source(Protocol):
     """One trainer rank's side of a refit. Every method is called on every rank alike."""
 
@@ -33,9 +44,10 @@ class Source(Protocol):
     def config(self) -> dict[str, Any]:
         """The PEFT config of what is adapted: peft_type, r, lora_alpha, target_modules, ..."""
 
-    def prove(self, export_map: ExportMap) -> None:
+    def prove(self, export_map: ExportMap, rank: int) -> None:
         """Check that the trainer's own forward agrees with the exported factors.
 
+        rank: this process's among `export_map.parameters`; a rank of the publisher's group.
         Tracing proves equality with the exporter; this proves that the exporter is right. Called
         once, with the parameters free to be overwritten: the caller restores them. Raises
         UnsupportedAdapter, naming the module, where they disagree.

@@ -18,6 +18,7 @@ import torch
 
 from lora_refit.collectives import world
 from lora_refit.errors import UnsupportedAdapter
+from lora_refit.sources.base import lora_scale
 from lora_refit.trace.export import ExportMap
 from lora_refit.trace.movement import TensorMap
 
@@ -50,12 +51,13 @@ def prove_forward(
     parameters: Sequence[tuple[str, torch.Tensor]],
     export_map: ExportMap,
     config: dict[str, Any],
+    rank: int,
 ) -> None:
     """Overwrite the parameters with random values, export them, and check every adapter.
 
-    Collective over the trainer's ranks. Raises UnsupportedAdapter naming module and rank.
+    Collective over the trainer's ranks; `rank` is this process's in the export map. Raises
+    UnsupportedAdapter naming module and rank, after all adapters have run.
     """
-    rank, _ = world(None)
     _randomize(parameters, rank)
     exported = {name: tensor.detach().double().clone() for name, tensor in export}
     owners = {
@@ -64,17 +66,24 @@ def prove_forward(
     }
     canonical = {copy: first for first, copy in export_map.replicas}
     pairs = _pairs(export_map, exported)
+    problems: list[UnsupportedAdapter] = []
     for adapter in adapters:
         in_name, out_name = f"{adapter.name}.linear_in.weight", f"{adapter.name}.linear_out.weight"
         own_in, own_out = owners[rank, in_name], owners[rank, out_name]
-        _check(
-            adapter,
-            [pair for pair in pairs if _reads(pair.b_map, canonical.get(own_out, own_out))],
-            canonical.get(own_in, own_in),
-            canonical.get(own_out, own_out),
-            config["lora_alpha"] / config["r"],
-            rank,
-        )
+        try:
+            _check(
+                adapter,
+                [pair for pair in pairs if _reads(pair.b_map, canonical.get(own_out, own_out))],
+                canonical.get(own_in, own_in),
+                canonical.get(own_out, own_out),
+                lora_scale(config),
+                rank,
+            )
+        except UnsupportedAdapter as problem:
+            # The other ranks are about to run the next adapter, which is a collective.
+            problems.append(problem)
+    if problems:
+        raise problems[0]
 
 
 def _randomize(parameters: Sequence[tuple[str, torch.Tensor]], rank: int) -> None:

@@ -41,8 +41,9 @@ class MegatronSource:
             raise UnsupportedAdapter("pass either bridge= or export= with config=, not both")
         if export is not None and config is None:
             raise UnsupportedAdapter("export= needs config=, the PEFT config of what it yields")
-        is_module = isinstance(model_chunks, torch.nn.Module)
-        self._chunks: list[torch.nn.Module] = [model_chunks] if is_module else list(model_chunks)
+        if isinstance(model_chunks, torch.nn.Module):
+            model_chunks = [model_chunks]
+        self._chunks = list(model_chunks)
         self._bridge = bridge
         self._export = export
         self._config = config
@@ -91,7 +92,7 @@ class MegatronSource:
             "base_model_name_or_path": "",
         }
 
-    def prove(self, export_map: ExportMap) -> None:
+    def prove(self, export_map: ExportMap, rank: int) -> None:
         """Compare every adapter's own forward with `alpha / r * B @ (A @ x)`. Collective."""
         adapters = [
             AdapterModule(f"{index}.{name}", module)
@@ -99,7 +100,7 @@ class MegatronSource:
             for name, module in chunk.named_modules()
             if _is_parallel_adapter(module)
         ]
-        prove_forward(adapters, self.export(), self.parameters(), export_map, self.config())
+        prove_forward(adapters, self.export(), self.parameters(), export_map, self.config(), rank)
 
     def _rank_and_alpha(self) -> tuple[int, float]:
         found: dict[tuple[int, float], str] = {}

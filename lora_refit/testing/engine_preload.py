@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-import vllm.entrypoints.llm
-import vllm.lora.worker_manager
-import vllm.v1.engine.core
-import vllm.v1.worker.cpu_worker
-from vllm.v1.executor import multiproc_executor
+import importlib
+import logging
+import warnings
 
-from lora_refit.testing.engine_processes import worker_context
+from lora_refit.testing.engine_processes import WorkerContext
 
-multiproc_executor.get_mp_context = worker_context
+_MODULES = (
+    "vllm.entrypoints.llm",
+    "vllm.lora.worker_manager",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "lora_refit.vllm",
+)
+
+warnings.filterwarnings("ignore", category=FutureWarning, module="(torch|vllm)")
+logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+for _module in _MODULES:
+    importlib.import_module(_module)
+
+_executor = importlib.import_module("vllm.v1.executor.multiproc_executor")
+_executor.get_mp_context = WorkerContext  # type: ignore[attr-defined]

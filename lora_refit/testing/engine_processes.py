@@ -1,43 +1,44 @@
-"""Starts vLLM's processes by fork from one server that has imported vLLM already.
+"""Starts vLLM's processes by fork from one server that has already imported vLLM.
 
-vLLM on CPU spawns an engine core and a worker per rank, and each would spend ten seconds of CPU
-time on imports: a minute and a half for tensor parallel 3 on two cores, against three seconds this way.
-Forking the calling process instead would copy its arenas, locks and process groups as well.
+vLLM's CPU platform spawns an engine core and a worker per rank, each of which spends ten seconds of
+CPU time on imports: 107 s for tensor parallel 3 on two cores, against 4 s this way. The server is
+a clean process; forking the caller would copy its arenas, locks and process groups.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from multiprocessing import popen_forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
-from multiprocessing.forkserver import ForkServer
+from multiprocessing import forkserver, popen_forkserver
+from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, ForkServerProcess
 from typing import Any
 from unittest import mock
 
-_server = ForkServer()  # not the default one, which `TrainerRanks` fills with Megatron
+import torch
+
+# A server of our own: `TrainerRanks` fills the default one with Megatron.
+_server = forkserver.ForkServer()
 _server.set_forkserver_preload(["lora_refit.testing.engine_preload"])
 
 
 def start_server() -> None:
-    """Start the server unless it runs; returns while it still imports. It ends with this process."""
+    """Start the server unless it runs; returns while it imports. It ends with this process."""
     _server.ensure_running()
 
 
-class _Popen(popen_forkserver.Popen):
+class _ServerPopen(popen_forkserver.Popen):
     def _launch(self, process_obj: Any) -> None:
         with mock.patch.object(
-            popen_forkserver.forkserver, "connect_to_new_process", _server.connect_to_new_process
+            forkserver, "connect_to_new_process", _server.connect_to_new_process
         ):
-            super()._launch(process_obj)
+            super()._launch(process_obj)  # type: ignore[misc]
 
 
-class _Process(ForkServerProcess):
-    """Starts with the environment of its parent at that moment, as a spawned process does."""
+class _EngineCoreProcess(ForkServerProcess):
+    """Runs in the environment its parent had at the start, as a spawned process does."""
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        return _Popen(process_obj)
+        return _ServerPopen(process_obj)
 
     def start(self) -> None:
         self._environment = dict(os.environ)
@@ -49,12 +50,20 @@ class _Process(ForkServerProcess):
         super().run()
 
 
-class EngineContext(ForkServerContext):
-    """A `multiprocessing` context for engine cores."""
+class EngineCoreContext(ForkServerContext):
+    """The `multiprocessing` context in which a client starts its engine core."""
 
-    Process = _Process  # type: ignore[assignment]
+    Process = _EngineCoreProcess
 
 
-def worker_context() -> multiprocessing.context.BaseContext:
-    """The context in which an engine core starts its workers: vLLM's default off the CPU."""
-    return multiprocessing.get_context("fork")
+class _WorkerProcess(ForkProcess):
+    def run(self) -> None:
+        # The OpenMP runtime read its variable when the server started.
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        super().run()
+
+
+class WorkerContext(ForkContext):
+    """The context in which an engine core starts its workers: by fork, vLLM's own default."""
+
+    Process = _WorkerProcess

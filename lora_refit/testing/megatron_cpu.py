@@ -46,12 +46,15 @@ def enable() -> None:
         _map_separate_norms()
     _allow_torch_norm_under_sequence_parallel()
     _accept_tensor_split_sizes()
+    _count_scheduled_tokens_on_cpu()
     _enabled = True
 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Importing Megatron reports at length which optional packages are missing; here all are."""
+    """Importing Megatron reports each missing optional package and takes over the root logger."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
@@ -59,6 +62,8 @@ def _quietly() -> Iterator[None]:
             yield
         finally:
             logging.disable(logging.NOTSET)
+            root.setLevel(level)
+            root.handlers[:] = handlers
 
 
 def _backport_typing_override() -> None:
@@ -122,11 +127,11 @@ def _without_torch_compile() -> Iterator[None]:
         return model if model is not None else (lambda function: function)
 
     original = torch.compile
-    torch.compile = uncompiled  # type: ignore[assignment]
+    torch.compile = uncompiled
     try:
         yield
     finally:
-        torch.compile = original  # type: ignore[assignment]
+        torch.compile = original
 
 
 def _define_transformer_engine_names() -> None:
@@ -263,3 +268,18 @@ def _accept_tensor_split_sizes() -> None:
         )
 
     torch.distributed.all_to_all_single = all_to_all_single
+
+
+def _count_scheduled_tokens_on_cpu() -> None:
+    """Megatron's pipeline schedules make one token counter with `torch.zeros(device="cuda")`."""
+    from megatron.core.pipeline_parallel import schedules
+
+    class TorchOnCpu(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        @staticmethod
+        def zeros(*size: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+            return torch.zeros(*size, **kwargs)
+
+    schedules.torch = TorchOnCpu("torch")

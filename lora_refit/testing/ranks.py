@@ -12,9 +12,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 from typing_extensions import Self
@@ -29,6 +31,10 @@ class RankError(RuntimeError):
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"trainer rank {rank}: {reason}")
         self.rank = rank
+
+
+_server = forkserver.ForkServer()
+_server.set_forkserver_preload(["lora_refit.testing.megatron_preload"])
 
 
 class TrainerRanks:
@@ -62,7 +68,6 @@ class TrainerRanks:
 
     def __enter__(self) -> Self:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lora_refit.testing.megatron_preload"])
         self._folder = tempfile.TemporaryDirectory(prefix="lora-refit-ranks-")
         rendezvous = f"file://{self._folder.name}/rendezvous"
         for rank in range(self.world_size):
@@ -72,7 +77,7 @@ class TrainerRanks:
                 args=(theirs, rank, self.world_size, rendezvous, self._threads),
                 name=f"trainer-rank-{rank}",
             )
-            process.start()
+            _start_warm(process)
             theirs.close()
             self.processes.append(process)
             self._connections.append(ours)
@@ -170,6 +175,16 @@ class TrainerRanks:
         )
 
 
+def _start_warm(process: multiprocessing.process.BaseProcess) -> None:
+    """Start a process from our own fork server.
+
+    Python has one fork server for everybody; another user of it (a vLLM engine) preloads other
+    modules, and Megatron on CPU patches what must not leak into an engine.
+    """
+    with mock.patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process):
+        process.start()
+
+
 class _TensorsByValue(pickle.Pickler):
     """Sends the bytes of a tensor; torch's own ways share memory or need the sender's modules."""
 
@@ -209,7 +224,7 @@ def _serve(commands: Connection, rank: int, world_size: int, rendezvous: str, th
         try:
             function, arguments = pickle.loads(command)
             answer = _encode((True, function(state, *arguments)))
-        except Exception:  # noqa: BLE001 - the caller gets it as RankError
+        except Exception:
             answer = _encode((False, traceback.format_exc()))
         commands.send_bytes(answer)
     state.clear()

@@ -10,22 +10,22 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 import torch
 
-from lora_refit import errors
-from lora_refit.collectives import ProcessGroup, all_gather_bytes, world
-from lora_refit.errors import CoverageError, NotMovement, RefitError
-from lora_refit.sources.base import Source
+from lora_refit.collectives import ProcessGroup, all_gather_bytes, same_outcome, world
+from lora_refit.errors import CoverageError, LayoutMismatch, NotMovement, RefitError
+from lora_refit.sources.base import PEFT_PREFIX, Source, has_storage
 from lora_refit.trace import tags
 from lora_refit.trace.axis import IntArray
 from lora_refit.trace.coverage import uncovered_elements
 from lora_refit.trace.movement import TagReader, TensorMap, gather
 
-T = TypeVar("T")
 Visit = Callable[[str, torch.Tensor], None]
+Check = Callable[[TensorMap, torch.Tensor], None]
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class Parameter(msgspec.Struct, frozen=True, array_like=True):
@@ -78,48 +78,84 @@ def trace_export(source: Source, group: ProcessGroup | None = None) -> ExportMap
     first = next((i for i, item in enumerate(parameters) if item.rank == rank), 0)
     tensors = [tensor.detach() for _, tensor in local]
 
-    with _restored(tensors):
-        factors = _same_outcome(lambda: _trace_tags(source, tensors, first, parameters), group)
+    same_outcome(lambda: _require_storage(source), group)
+    with _restored(local):
+        factors = same_outcome(lambda: _trace_tags(source, tensors, first, parameters), group)
         maps = _exchange(factors, group)
-        _same_outcome(lambda: _prove_ones(source, tensors), group)
-        _same_outcome(lambda: _prove_random(source, tensors, first, parameters, factors), group)
+        same_outcome(lambda: _prove_ones(source, tensors, factors), group)
+        same_outcome(lambda: _prove_random(source, tensors, first, parameters, factors), group)
         merged = _merge(parameters, maps)
         _check_pairs(merged.factors)
         _check_parameters_used(parameters, maps)
-        _same_outcome(lambda: source.prove(merged), group)
+        same_outcome(lambda: source.prove(merged, rank), group)
     return merged
 
 
 @contextmanager
-def _restored(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Bring the tensors back bit for bit, whatever happens, and verify it."""
-    saved = [tensor.detach().clone() for tensor in tensors]
+def _restored(parameters: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
+    """Bring the parameters back bit for bit, whatever happens, and verify it."""
+    saved = [(name, tensor.detach(), tensor.detach().clone()) for name, tensor in parameters]
     try:
         with torch.no_grad():
             yield
     finally:
-        with torch.no_grad():
-            for tensor, before in zip(tensors, saved, strict=True):
-                tensor.copy_(before)
-                if not torch.equal(_bytes_of(tensor), _bytes_of(before)):
-                    raise RefitError("an adapter parameter could not be restored after tracing")
+        lost = [name for name, tensor, before in saved if not _restore(tensor, before)]
+        if lost:
+            raise RefitError(
+                f"{', '.join(lost)}: could not be restored after tracing; reload the checkpoint"
+            )
+
+
+def _restore(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    if not has_storage(tensor):
+        return False
+    tensor.copy_(before)
+    return torch.equal(_bytes_of(tensor), _bytes_of(before))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(torch.uint8)
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _require_storage(source: Source) -> None:
+    for name, tensor in source.parameters():
+        if not has_storage(tensor):
+            raise LayoutMismatch(f"{name}: has no storage (offloaded?); reload it first")
 
 
 def _drain(source: Source, visit: Visit) -> None:
     """Run the exporter to its end even if a tensor is refused: it may be collective."""
-    refusal: RefitError | None = None
+    refusal: Exception | None = None
     for name, tensor in source.export():
         if refusal is None:
             try:
                 visit(name, tensor)
-            except RefitError as error:
+            except Exception as error:
                 refusal = error
+    _require_storage(source)
     if refusal is not None:
         raise refusal
+
+
+def _check_again(source: Source, factors: Sequence[TensorMap], check: Check) -> None:
+    """Export once more and check every factor; they must be the traced ones, each once."""
+    pending = {factor.name: factor for factor in factors}
+
+    def visit(name: str, tensor: torch.Tensor) -> None:
+        factor = pending.pop(name, None)
+        if factor is None or factor.shape != tuple(tensor.shape):
+            raise NotMovement(
+                f"{name}: exported with shape {tuple(tensor.shape)} in a later pass, but not when "
+                "traced; the exporter must yield the same factors each time"
+            )
+        check(factor, tensor)
+
+    _drain(source, visit)
+    if pending:
+        raise NotMovement(
+            f"{next(iter(pending))}: not exported again in a later pass; the exporter must yield "
+            "the same factors each time"
+        )
 
 
 def _trace_tags(
@@ -128,29 +164,30 @@ def _trace_tags(
     first: int,
     parameters: Sequence[Parameter],
 ) -> list[TensorMap]:
-    planes = tags.planes_for([parameter.shape for parameter in parameters])
-    reader = TagReader(planes)
-    for plane in planes:
+    reader = TagReader([parameter.shape for parameter in parameters])
+    for plane in reader.planes:
         for offset, tensor in enumerate(tensors):
             tags.fill(tensor, first + offset, plane)
         _drain(source, partial(reader.read, plane=plane))
     return [reader.tensor_map(name) for name in reader.names]
 
 
-def _prove_ones(source: Source, tensors: Sequence[torch.Tensor]) -> None:
+def _prove_ones(
+    source: Source, tensors: Sequence[torch.Tensor], factors: Sequence[TensorMap]
+) -> None:
     for tensor in tensors:
         tensor.fill_(1)
 
-    def visit(name: str, tensor: torch.Tensor) -> None:
+    def check(factor: TensorMap, tensor: torch.Tensor) -> None:
         wrong = tensor != 1
         if bool(wrong.any()):
             value = float(tensor[wrong].flatten()[0])
             raise NotMovement(
-                f"{name}: the exporter turns parameters of one into {value!r}; scale, cast or pad "
-                "after export instead, or pass an exporter that only moves"
+                f"{factor.name}: the exporter turns parameters of one into {value!r}; scale, cast "
+                "or pad after export instead, or pass an exporter that only moves"
             )
 
-    _drain(source, visit)
+    _check_again(source, factors, check)
 
 
 def _prove_random(
@@ -163,53 +200,24 @@ def _prove_random(
     """Values drawn per global parameter index, so any rank can replay any other rank's pieces."""
     for offset, tensor in enumerate(tensors):
         tensor.copy_(_random_values(first + offset, parameters[first + offset]))
-    by_name = {factor.name: factor for factor in factors}
 
-    def visit(name: str, tensor: torch.Tensor) -> None:
-        factor = by_name[name]
+    def check(factor: TensorMap, tensor: torch.Tensor) -> None:
         used = {cell.tensor for cell in factor.cells}
         expected = gather(factor, {i: _random_values(i, parameters[i]) for i in used})
         wrong = tensor.detach().to("cpu", torch.float64) != expected
         if bool(wrong.any()):
             raise NotMovement(
-                f"{name}: {int(wrong.sum())} of {tensor.numel()} random values changed on export; "
-                "the exporter rounds, quantises or rescales, which cannot be replayed"
+                f"{factor.name}: {int(wrong.sum())} of {tensor.numel()} random values changed on "
+                "export; the exporter rounds, quantises or rescales, which cannot be replayed"
             )
 
-    _drain(source, visit)
+    _check_again(source, factors, check)
 
 
 def _random_values(index: int, parameter: Parameter) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0x5EED + index)
     dtype: torch.dtype = getattr(torch, parameter.dtype)
     return torch.randn(parameter.shape, generator=generator).to(dtype)
-
-
-class _Outcome(msgspec.Struct, array_like=True):
-    """How a step went on one rank; `error` is empty when it went well."""
-
-    error: str = ""
-    message: str = ""
-
-
-def _same_outcome(work: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Run a step and fail on every rank if it failed on one, so that no rank waits for another."""
-    failure: Exception | None = None
-    outcome = _Outcome()
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
-        outcome = _Outcome(type(error).__name__, str(error))
-    gathered = all_gather_bytes(msgspec.msgpack.encode(outcome), group)
-    if failure is not None:
-        raise failure
-    for rank, data in enumerate(gathered):
-        other = msgspec.msgpack.decode(data, type=_Outcome)
-        if other.error:
-            kind = getattr(errors, other.error, RefitError)
-            raise kind(f"trainer rank {rank}: {other.message}")
-    return result
 
 
 def _exchange(
@@ -255,15 +263,13 @@ def _replica_pairs(
 def _check_pairs(factors: Sequence[TensorMap]) -> None:
     names = {factor.name for factor in factors}
     for name in names:
-        if ".lora_A.weight" in name:
-            partner = name.replace(".lora_A.weight", ".lora_B.weight")
-        elif ".lora_B.weight" in name:
-            partner = name.replace(".lora_B.weight", ".lora_A.weight")
-        else:
+        module, end = name[: -len(_A)], name[-len(_A) :]
+        if not module.startswith(PEFT_PREFIX) or end not in (_A, _B):
             raise CoverageError(
-                f"{name}: not a PEFT factor name; expected <module>.lora_A.weight or "
-                "<module>.lora_B.weight"
+                f"{name}: not a PEFT factor name; expected {PEFT_PREFIX}<module>{_A} or "
+                f"{PEFT_PREFIX}<module>{_B}"
             )
+        partner = module + (_B if end == _A else _A)
         if partner not in names:
             raise CoverageError(f"{name}: exported without its partner {partner}")
 

@@ -17,7 +17,7 @@ from lora_refit.errors import CoverageError, NotMovement
 from lora_refit.trace import planes as plane_reader
 from lora_refit.trace.axis import AxisMap, IntArray
 from lora_refit.trace.planes import CompressedPlane
-from lora_refit.trace.tags import FIELDS, Plane
+from lora_refit.trace.tags import FIELDS, Plane, matrix_shape, planes_for
 
 MAX_CELLS = 4096
 
@@ -101,12 +101,13 @@ def identity(name: str, shape: tuple[int, ...], tensor: int) -> TensorMap:
 class TagReader:
     """Collects the planes of named destination tensors, one tensor at a time.
 
-    Each tensor is read when it is seen and never kept: exporters reuse buffers and alias live
-    parameters.
+    source_shapes: of the tagged tensors, in the order of their tags. Each destination is read when
+    it is seen and never kept: exporters reuse buffers and alias live parameters.
     """
 
-    def __init__(self, planes: Sequence[Plane]) -> None:
-        self._planes = tuple(planes)
+    def __init__(self, source_shapes: Sequence[Sequence[int]]) -> None:
+        self.planes = planes_for(source_shapes)
+        self._limits = [matrix_shape(shape) for shape in source_shapes]
         self._seen: dict[str, dict[Plane, list[CompressedPlane]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -117,6 +118,8 @@ class TagReader:
 
     def read(self, name: str, tensor: torch.Tensor, plane: Plane) -> None:
         shape = tuple(tensor.shape)
+        if math.prod(shape) == 0 or not shape:
+            raise NotMovement(f"{name}: shape {shape} holds no rows and columns to trace")
         if self._shapes.setdefault(name, shape) != shape:
             raise NotMovement(f"{name}: shape changed from {self._shapes[name]} to {shape}")
         by_plane = self._seen.setdefault(name, {})
@@ -127,19 +130,32 @@ class TagReader:
     def tensor_map(self, name: str) -> TensorMap:
         """Decode one tensor's planes. Raises NotMovement if its elements are not just moved."""
         by_plane = self._seen[name]
-        missing = [plane for plane in self._planes if plane not in by_plane]
+        missing = [plane for plane in self.planes if plane not in by_plane]
         if missing:
-            raise NotMovement(f"{name}: missing from {len(missing)} of {len(self._planes)} passes")
+            raise NotMovement(f"{name}: missing from {len(missing)} of {len(self.planes)} passes")
         cells: list[Cell] = []
         for slab in range(len(next(iter(by_plane.values())))):
             fields = {
                 field: plane_reader.combine(
-                    [by_plane[plane][slab] for plane in self._planes if plane.field == field], name
+                    [by_plane[plane][slab] for plane in self.planes if plane.field == field], name
                 )
                 for field in FIELDS
             }
             cells += _decode_slab(name, slab, fields, slab_shape(self._shapes[name]))
+        for cell in cells:
+            self._require_inside(name, cell)
         return TensorMap(name, self._shapes[name], tuple(cells))
+
+    def _require_inside(self, name: str, cell: Cell) -> None:
+        """Computed values can look like tags of elements that no source tensor has."""
+        if cell.tensor < len(self._limits):
+            rows, cols = self._limits[cell.tensor]
+            if cell.source_rows.max() < rows and cell.source_cols.max() < cols:
+                return
+        raise NotMovement(
+            f"{name}: its tags name elements that do not exist; the exporter or loader computes "
+            "values instead of moving them"
+        )
 
 
 def _decode_slab(
@@ -162,10 +178,15 @@ def _decode_slab(
     cells = []
     for i, (top, bottom) in enumerate(zip(row_starts, row_stops, strict=True)):
         for j, (left, right) in enumerate(zip(col_starts, col_stops, strict=True)):
-            if owners[i, j] < 0:
-                continue
             rows = along_rows.at(np.arange(top, bottom), [left])[:, 0]
             cols = along_cols.at([top], np.arange(left, right))[0]
+            padding = owners[i, j] < 0
+            if ((np.append(rows, cols) < 0) != padding).any():
+                raise NotMovement(
+                    f"{name}: its padding differs between two passes of the same trace"
+                )
+            if padding:
+                continue
             cells.append(
                 Cell(
                     slab=slab,
@@ -199,8 +220,9 @@ def gather(tensor_map: TensorMap, sources: dict[int, torch.Tensor]) -> torch.Ten
     view = slabs(out)
     for cell in tensor_map.cells:
         source = sources[cell.tensor]
-        matrix = source.detach().reshape(-1, source.shape[-1]).to("cpu", torch.float64)
+        matrix = source.detach().reshape(matrix_shape(source.shape))
         piece = matrix[torch.from_numpy(cell.source_rows)][:, torch.from_numpy(cell.source_cols)]
+        piece = piece.to("cpu", torch.float64)
         bottom, right = cell.row + cell.rows, cell.col + cell.cols
         view[cell.slab, cell.row : bottom, cell.col : right] = piece.T if cell.transposed else piece
     return out

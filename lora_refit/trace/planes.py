@@ -61,7 +61,9 @@ def read(matrix: torch.Tensor, name: str) -> CompressedPlane:
 def _as_digits(matrix: torch.Tensor, name: str) -> npt.NDArray[np.uint8]:
     source = matrix.detach()
     if source.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise NotMovement(f"{name}: dtype {source.dtype} is not a floating type; cannot be traced")
+        raise NotMovement(
+            f"{name}: dtype {source.dtype} cannot hold tags; export bfloat16, float16 or float32"
+        )
     clamped = source.nan_to_num(0.0).clamp(0, BASE)
     digits = clamped.to(torch.uint8)
     wrong = digits.to(source.dtype) != source

@@ -33,7 +33,7 @@ class Plane:
     digit: int
 
     def digit_of(self, value: int) -> int:
-        return (value // BASE**self.digit) % BASE + 1
+        return value // int(BASE**self.digit) % BASE + 1
 
 
 def planes_for(shapes: Sequence[Sequence[int]]) -> tuple[Plane, ...]:

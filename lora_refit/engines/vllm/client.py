@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from lora_refit.spec import Spec, Ticket
 T = TypeVar("T")
 
 _RPC_MARGIN_S = 30.0
+_call_ids = itertools.count(1)
 
 
 class RefitEngine:
@@ -92,13 +94,19 @@ class RefitEngine:
 
     def _all_workers(self, call: rpc.Call) -> list[rpc.Reply]:
         timeout = self._protocol.timeout_s + _RPC_MARGIN_S
+        call_id = next(_call_ids)
+        data = msgspec.msgpack.encode(msgspec.structs.replace(call, id=call_id))
         try:
-            replies = self._llm.collective_rpc(
-                "lora_refit_call", timeout=timeout, args=(msgspec.msgpack.encode(call),)
-            )
+            answers = self._llm.collective_rpc("lora_refit_call", timeout=timeout, args=(data,))
         except Exception as error:
             raise CommitFailed(
                 f"the engine did not answer {call.method!r} on all workers: {error!r}; a worker "
                 "may be gone, then restart the engine"
             ) from error
-        return [msgspec.msgpack.decode(reply, type=rpc.Reply) for reply in replies]
+        replies = [msgspec.msgpack.decode(answer, type=rpc.Reply) for answer in answers]
+        if any(reply.call_id != call_id for reply in replies):
+            raise CommitFailed(
+                f"the engine answered {call.method!r} with replies to an earlier call; its RPC is "
+                "out of step (a call timed out or raised before), so restart the engine"
+            )
+        return replies

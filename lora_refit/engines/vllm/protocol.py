@@ -6,6 +6,7 @@ same protocol drives a synchronous and an asynchronous engine.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections.abc import Generator, Sequence
@@ -62,7 +63,9 @@ class Protocol:
         """Attach every worker and check that the adapter reaches the engine whole."""
         facts = yield from _ask("facts", rpc.Nothing(), rpc.EngineFacts)
         lora_ids = self.lora_ids or self._choose_ids(facts)
-        live = self.lora_ids[self.live.slot] if self.live is not None else NO_LIVE
+        live = NO_LIVE
+        if self.live is not None and self.poisoned is None:
+            live = self.lora_ids[self.live.slot]
         request = rpc.AttachRequest(spec.to_bytes(), lora_ids, live, self.timeout_s)
         try:
             answers = yield from _ask("attach", request, rpc.AttachAnswer)
@@ -136,6 +139,7 @@ class Protocol:
     def close(self) -> Steps[None]:
         """Give slots and arenas back. Afterwards nothing is live."""
         self.live = None
+        self.poisoned = None
         self.lora_ids = ()
         self._spec = None
         yield from _tell("detach", rpc.Nothing())
@@ -230,7 +234,8 @@ def _ask(method: str, request: msgspec.Struct, answer: type[S]) -> Steps[list[S]
 
 def _tell(method: str, request: msgspec.Struct) -> Steps[None]:
     """Best effort, for clean-up: errors are the lesser news and are dropped."""
-    yield _call(method, request)
+    with contextlib.suppress(RefitError):
+        yield _call(method, request)
 
 
 def _check_coverage(spec: Spec, answers: Sequence[rpc.AttachAnswer]) -> None:

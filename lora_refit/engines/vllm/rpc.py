@@ -12,10 +12,11 @@ from lora_refit import errors
 
 
 class Call(msgspec.Struct, frozen=True):
-    """method: of the worker; body: its encoded request."""
+    """method: of the worker; body: its encoded request; id: repeated by the replies to it."""
 
     method: str
     body: bytes
+    id: int = 0
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -25,6 +26,7 @@ class Reply(msgspec.Struct, frozen=True):
     error: str
     message: str
     body: bytes
+    call_id: int = 0
 
     def exception(self) -> errors.RefitError:
         kind = getattr(errors, self.error, errors.RefitError)

@@ -87,9 +87,8 @@ def _without_scale(config: dict[str, Any]) -> dict[str, Any]:
 def _trace_tags(
     loader: Loader, slots: Slots, shapes: dict[str, Shape], config: dict[str, Any], lora_id: int
 ) -> tuple[TensorMap, ...]:
-    planes = tags.planes_for(list(shapes.values()))
-    reader = TagReader(planes)
-    for plane in planes:
+    reader = TagReader(list(shapes.values()))
+    for plane in reader.planes:
         tensors = {}
         for index, (name, shape) in enumerate(shapes.items()):
             tensors[name] = torch.empty(shape, dtype=loader.dtype)

@@ -100,16 +100,20 @@ class Slots:
         manager.activate_adapter(lora_id)
         manager.pin_adapter(lora_id)
         guard.sealed = True
-        for view in self.views(slot := self._slot_of(lora_id)):
-            view.zero_()
+        slot = self._slot_of(lora_id)
+        self.clear(slot)
         return slot
 
     def release(self, lora_id: int) -> None:
         """Give the slot of an adapter id back, zeroed."""
         if lora_id in self._manager.lora_index_to_id:
-            for view in self.views(self._slot_of(lora_id)):
-                view.zero_()
+            self.clear(self._slot_of(lora_id))
         self._manager.remove_adapter(lora_id)
+
+    def clear(self, slot: int) -> None:
+        """Zero the slot, padding included."""
+        for view in self.views(slot):
+            view.zero_()
 
     def problem(self, lora_id: int, slot: int) -> str | None:
         """Why the slot is no longer the adapter's, or None if it is registered and pinned."""
@@ -164,7 +168,7 @@ class Slots:
 def _storage_key(tensor: Any) -> tuple[int, int]:
     if not isinstance(tensor, torch.Tensor):
         return (0, 0)
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
 
 
 def _describe(module: str, attribute: str, index: int, view: torch.Tensor) -> SlotBuffer:

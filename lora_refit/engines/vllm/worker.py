@@ -29,19 +29,20 @@ class WorkerExtension:
         """Run one encoded rpc.Call and return the encoded rpc.Reply. Never raises."""
         worker: Any = self
         index = int(getattr(worker, "rank", 0))
+        call_id = 0
         try:
             call = msgspec.msgpack.decode(data, type=rpc.Call)
-            body = _state_of(worker).handle(call)
-            reply = rpc.Reply(index, "", "", body)
+            call_id = call.id
+            reply = rpc.Reply(index, "", "", state_of(worker).handle(call), call_id)
         except RefitError as error:
-            reply = rpc.Reply(index, type(error).__name__, str(error), b"")
+            reply = rpc.Reply(index, type(error).__name__, str(error), b"", call_id)
         except Exception as error:
             where = "".join(traceback.format_exception(error)[-3:])
-            reply = rpc.Reply(index, "RefitError", f"unexpected {error!r}\n{where}", b"")
+            reply = rpc.Reply(index, "RefitError", f"unexpected {error!r}\n{where}", b"", call_id)
         return msgspec.msgpack.encode(reply)
 
 
-def _state_of(worker: Any) -> WorkerRefit:
+def state_of(worker: Any) -> WorkerRefit:
     state = getattr(worker, "_lora_refit_state", None)
     if state is None:
         manager = getattr(worker.model_runner, "lora_manager", None)
@@ -73,6 +74,7 @@ class Attached:
         self.kernel: CopyKernel = plan.kernel()
         self.slots: list[int] = []
         self.committed: list[Committed | None] = [None] * len(lora_ids)
+        self.damaged: set[int] = set()
         self.staged: rpc.StageRequest | None = None
 
 
@@ -133,7 +135,7 @@ class WorkerRefit:
             plan_digest=plan.digest,
             transport=arenas.transport,
             trace_ms=(time.perf_counter() - started) * 1e3,
-            warnings=(),
+            warnings=self._warnings(),
         )
 
     def adopt(self, _: rpc.Nothing) -> rpc.Nothing:
@@ -179,6 +181,10 @@ class WorkerRefit:
         started = time.perf_counter()
         launches = attached.kernel.launches
         attached.committed[index] = None
+        if index in attached.damaged:
+            # The plan writes no padding, so damage there would outlive the commit.
+            self._slots.clear(slot)
+            attached.damaged.discard(index)
         try:
             digests = attached.kernel.run(attached.arenas.addresses(), self._slots.addresses(slot))
             self._slots.enable(slot, attached.slot_map.enabled)
@@ -220,7 +226,10 @@ class WorkerRefit:
             return rpc.AttestAnswer(f"slot {slot} is disabled in a fused MoE module")
         now = digest(self._slots.addresses(slot), self._slots.nbytes())
         then = np.frombuffer(committed.digests, np.uint64)
-        return rpc.AttestAnswer(self._differences(now, then))
+        problem = self._differences(now, then)
+        if problem:
+            attached.damaged.add(request.slot)
+        return rpc.AttestAnswer(problem)
 
     def detach(self, _: rpc.Nothing) -> rpc.Nothing:
         """Unmap the arenas and give the slots back. Idempotent."""
@@ -234,6 +243,15 @@ class WorkerRefit:
     def _release_slots(self, attached: Attached) -> None:
         for lora_id in attached.lora_ids:
             self._slots.release(lora_id)
+
+    def _warnings(self) -> tuple[str, ...]:
+        if self._loader.device.type != "cpu" or self._slots.free > 0:
+            return ()
+        return (
+            "all LoRA slots are in use: vLLM's CPU kernels serve a base-model request that shares "
+            "a batch with adapter requests from the last slot; raise max_loras by one if you mix "
+            "them",
+        )
 
     def _require_attached(self) -> Attached:
         if self._attached is None:
@@ -275,6 +293,8 @@ class WorkerRefit:
                 old = previous.lora_ids.index(lora_id)
                 attached.slots.append(previous.slots[old])
                 attached.committed[index] = previous.committed[old]
+                if old in previous.damaged:
+                    attached.damaged.add(index)
             else:
                 attached.slots.append(self._slots.reserve(lora_id, rank))
 

@@ -1,0 +1,41 @@
+# make venv | test | lint | demo
+#
+# The environment is one venv with vLLM (CPU), Megatron and PEFT together, in .venv.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+PIP := .venv/bin/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
+
+EXTENSION_SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
+CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(EXTENSION_SOURCES))
+
+.PHONY: venv test lint demo
+
+venv: .venv/built
+
+# Made again only when a requirement changes.
+.venv/installed: $(wildcard requirements/*.txt)
+	$(PYTHON) -m venv .venv
+	$(PIP) -r requirements/base.txt -r requirements/engine.txt -r requirements/megatron.txt -r requirements/dev.txt
+# The full dependencies of these conflict with one another and hold gigabytes that are never
+# imported here; requirements/unresolved.txt gives the reason for each.
+	$(PIP) --no-deps --ignore-requires-python -r requirements/unresolved.txt
+	touch $@
+
+# Without isolation the build uses the pinned setuptools and pybind11 instead of fetching others.
+.venv/built: .venv/installed $(EXTENSION_SOURCES)
+	$(PIP) --no-build-isolation --no-deps --editable .
+	touch $@
+
+test: venv
+	$(PY) -m pytest tests
+
+lint: venv
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	.venv/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+# A GRPO run on SmolLM2-135M: Megatron trains, vLLM rolls out, every step refits.
+demo: venv
+	$(PY) -m lora_refit.grpo --output out/demo

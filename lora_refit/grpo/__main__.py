@@ -1,0 +1,6 @@
+from lora_refit.grpo.launch import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    main()

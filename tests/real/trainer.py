@@ -1,0 +1,146 @@
+"""What the tests run on trainer ranks: functions for `TrainerRanks.call`, all of module level."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import save_file
+
+import lora_refit
+from lora_refit.testing import megatron
+from lora_refit.testing.collective_counter import CollectiveCounter
+from lora_refit.testing.megatron import PolicyConfig
+
+STD = 0.2
+"""Of adapter values: large enough that the adapter moves log-probabilities by more than 0.1."""
+
+
+def build(state: dict[str, Any], config: PolicyConfig) -> None:
+    close(state)
+    policy = state["policy"] = megatron.build_policy(config)
+    state["source"] = lora_refit.MegatronSource(policy.chunks, bridge=policy.bridge)
+
+
+def close(state: dict[str, Any]) -> None:
+    if "publisher" in state:
+        state.pop("publisher").close()
+
+
+def offer(state: dict[str, Any], dtype: str, scale_rounding: str = "engine") -> bytes:
+    """Make a publisher and return its encoded spec. The one before is closed."""
+    close(state)
+    state["publisher"] = lora_refit.Publisher(
+        state["source"], getattr(torch, dtype), scale_rounding=scale_rounding, timeout_s=20.0
+    )
+    return state["publisher"].spec.to_bytes()
+
+
+def randomize(state: dict[str, Any], seed: int) -> None:
+    megatron.randomize_adapters(state["policy"].chunks, seed, STD)
+
+
+def publish(state: dict[str, Any], version: int, seed: int | None = None) -> bytes:
+    """Publish new random values (with `seed`) or the present ones; return the encoded ticket."""
+    if seed is not None:
+        randomize(state, seed)
+    return state["publisher"].publish(version).to_bytes()
+
+
+def export(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What Megatron-Bridge exports now, in fp32. Collective."""
+    return {name: tensor.clone().contiguous() for name, tensor in state["source"].export()}
+
+
+def save(state: dict[str, Any], folder: str) -> None:
+    """Write the export as an adapter directory, on rank 0. Collective."""
+    tensors = export(state)
+    if torch.distributed.get_rank() == 0:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text(json.dumps(state["source"].config()))
+
+
+@torch.no_grad()
+def log_probs(state: dict[str, Any], prompts: list[list[int]], responses: list[list[int]]) -> Any:
+    """The policy's log-probability of every response token; one length for all prompts and for
+    all responses. Returns [sequences, response tokens]."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    tokens = torch.tensor([p + r for p, r in zip(prompts, responses, strict=True)])
+    rows, length = tokens.shape
+    positions = torch.arange(length).expand(rows, -1)
+    hidden = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+    (chunk,) = state["policy"].chunks
+    logits = gather_from_tensor_model_parallel_region(chunk(tokens, positions, hidden))
+    start = len(prompts[0])
+    scores = logits[:, start - 1 : -1].double().log_softmax(-1)
+    return scores.gather(-1, tokens[:, start:, None])[..., 0]
+
+
+def resources(state: dict[str, Any]) -> dict[str, int]:
+    process = psutil.Process()
+    return {"rss": process.memory_info().rss, "fds": process.num_fds()}
+
+
+def launches(state: dict[str, Any]) -> int:
+    count: int = state["publisher"].launches
+    return count
+
+
+def start_counting(state: dict[str, Any]) -> None:
+    state["counter"] = CollectiveCounter().__enter__()
+
+
+def stop_counting(state: dict[str, Any]) -> int:
+    counter: CollectiveCounter = state.pop("counter")
+    counter.__exit__(None, None, None)
+    return counter.count
+
+
+def offer_altered(state: dict[str, Any], alteration: str, dtype: str) -> bytes:
+    """Offer an adapter whose export is wrong in one way; see `ALTERATIONS`."""
+    source, policy = state["source"], state["policy"]
+    config = source.config()
+    state["source"] = lora_refit.MegatronSource(
+        policy.chunks, export=lambda: ALTERATIONS[alteration](source.export()), config=config
+    )
+    try:
+        return offer(state, dtype)
+    finally:
+        state["source"] = source
+
+
+Factors = Iterator[tuple[str, torch.Tensor]]
+
+
+def _renamed(factors: Factors, old: str, new: str) -> Factors:
+    for name, tensor in factors:
+        yield name.replace(old, new), tensor
+
+
+def _without(factors: Factors, lost: str) -> Factors:
+    for name, tensor in factors:
+        if lost not in name:
+            yield name, tensor
+
+
+def _twice(factors: Factors, doubled: str) -> Factors:
+    for name, tensor in factors:
+        yield name, tensor
+        if doubled in name:
+            yield name, tensor
+
+
+ALTERATIONS = {
+    "unwrapped module": lambda f: _renamed(f, "layers.1.mlp.down_proj", "layers.1.mlp.side_proj"),
+    "misspelt layer": lambda f: _renamed(f, "layers.1.self_attn.q", "layers.9.self_attn.q"),
+    "unreadable name": lambda f: _renamed(f, "o_proj.lora_B.weight", "o_proj.lora_Q.weight"),
+    "missing lora_B": lambda f: _without(f, "layers.0.mlp.gate_proj.lora_B"),
+    "duplicate name": lambda f: _twice(f, "layers.0.mlp.up_proj.lora_A"),
+}

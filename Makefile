@@ -28,7 +28,7 @@ venv: .venv/built
 	touch $@
 
 test: venv
-	$(PY) -m pytest tests
+	$(PY) -m pytest -q tests
 
 lint: venv
 	$(PY) -m ruff format --check .

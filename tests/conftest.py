@@ -35,7 +35,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         start_engine_server()
 
 
-def pytest_unconfigure() -> None:
+def pytest_sessionfinish() -> None:
     for process in _strays():
         print(f"killing stray process {process.pid}: {' '.join(process.cmdline())[:100]}")
         process.kill()

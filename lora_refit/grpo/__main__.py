@@ -1,6 +1,8 @@
+import sys
+
 from lora_refit.grpo.launch import main
 
 __all__ = ["main"]
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_refit.grpo.tasks import TASKS
 from lora_refit.testing.megatron import PolicyConfig
 
 
@@ -45,6 +46,17 @@ class GrpoConfig:
     trainer_threads: int | None = None
     engine_tensor_parallel: int = 1
     engine_threads: int = 2
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"task {self.task!r}: choose one of {sorted(TASKS)}")
+        if self.samples_per_prompt < 2:
+            raise ValueError(
+                f"samples_per_prompt={self.samples_per_prompt}: advantages compare the samples of "
+                "one prompt, so there must be at least 2"
+            )
+        if self.updates_per_batch < 1:
+            raise ValueError(f"updates_per_batch={self.updates_per_batch}: must be at least 1")
 
     @property
     def trainer_ranks(self) -> int:

@@ -60,6 +60,7 @@ class Display:
             f"[dim]rollout[/dim] {metrics.rollout_s:.1f} s  "
             f"[dim]train[/dim] {metrics.train_s:.1f} s",
             highlight=False,
+            soft_wrap=True,
         )
         self._progress.advance(self._task)
 
@@ -97,6 +98,7 @@ def plot(steps: Sequence[StepMetrics], path: Path) -> None:
     """Reward, trainer-engine disagreement and time by step, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(12, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -122,6 +124,8 @@ def plot(steps: Sequence[StepMetrics], path: Path) -> None:
     share = max(step.refit_share for step in steps)
     times.set(title=f"seconds a step (refit at most {share:.2%})", xlabel="step")
     times.legend(loc="lower left")
+    for axes in (reward, error, times):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=120)
 
 

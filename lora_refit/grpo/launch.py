@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import logging
+import os
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -28,12 +29,14 @@ TINY_OVERRIDES: dict[str, Any] = {
 """What `--tiny` changes: a small random model learns to write letters in under a minute."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
     options = _parser().parse_args(arguments)
     output = Path(options.output)
     with tempfile.TemporaryDirectory(prefix="lora-refit-grpo-") as folder:
         config = _config(options, Path(folder))
         launch(config, output, f"file://{folder}/rendezvous")
+    return 0
 
 
 def launch(config: GrpoConfig, output: Path, rendezvous: str) -> None:
@@ -41,6 +44,8 @@ def launch(config: GrpoConfig, output: Path, rendezvous: str) -> None:
 
     If one rank fails, the others are ended and its traceback is raised here.
     """
+    # Trainer and engine take turns on the same cores, so waiting threads must not spin.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     spawn(_run_rank, args=(config, output, rendezvous), nprocs=config.trainer_ranks)
 
 
@@ -105,7 +110,7 @@ def _config(options: argparse.Namespace, folder: Path) -> GrpoConfig:
     if "model" not in chosen:
         from lora_refit.testing.smollm2 import ensure_smollm2
 
-        chosen["model"] = ensure_smollm2(Path.home() / ".cache" / "lora_refit")
+        chosen["model"] = ensure_smollm2()
     return GrpoConfig(**chosen)
 
 

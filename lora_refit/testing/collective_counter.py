@@ -12,14 +12,19 @@ _SHARED_MEMORY_PREFIX = "shm_"
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """While active, counts this thread's collectives: torch.distributed's and vLLM's on CPU.
+    """Between `start` and `stop`, counts this thread's collectives: torch.distributed's and vLLM's.
 
     They are seen in torch's dispatcher, so it does not matter how a caller got hold of the function.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    def start(self) -> None:
+        self._count = 0
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> int:
+        """Collectives since `start`."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return self._count
 
     def __torch_dispatch__(
         self,
@@ -28,6 +33,6 @@ class CollectiveCounter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        self.count += func.namespace == "c10d" or func._opname.startswith(_SHARED_MEMORY_PREFIX)
+        self._count += func.namespace == "c10d" or func._opname.startswith(_SHARED_MEMORY_PREFIX)
         run: Callable[..., Any] = func
         return run(*args, **(kwargs or {}))

@@ -20,6 +20,8 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # vLLM's workers leave shared memory to Python's resource tracker, which removes it aloud.
+    "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
     # Dynamo would spend minutes on compiling what a test runs once.
     "TORCHDYNAMO_DISABLE": "1",
     # Thread affinity: "auto" demands a NUMA node per rank, a list a core per rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import multiprocessing
@@ -21,8 +22,8 @@ from unittest import mock
 import torch
 from typing_extensions import Self
 
-_GRACE_AFTER_ERROR_S = 1.0
-"""How long the other ranks may still answer once one has failed; most hang in a collective."""
+_GRACE_AFTER_ERROR_S = 5.0
+"""How long the other ranks may still answer once one has failed; they may hang in a collective."""
 
 
 class RankError(RuntimeError):
@@ -119,7 +120,7 @@ class TrainerRanks:
         """Start a call without waiting; hand the returned ranks to `collect`."""
         chosen = list(range(self.world_size)) if ranks is None else list(ranks)
         for rank in chosen:
-            if rank in self._unanswered:
+            if rank in self._unanswered and not self._discard_late_answer(rank):
                 raise RankError(rank, f"is still running {self._unanswered[rank]}")
         command = _encode((function, arguments))
         for rank in chosen:
@@ -166,6 +167,14 @@ class TrainerRanks:
         if not succeeded:
             raise RankError(rank, f"{function} raised\n{answer}")
         return answer
+
+    def _discard_late_answer(self, rank: int) -> bool:
+        """Read the answer that a failed call did not wait for, if it has come by now."""
+        if not self._connections[rank].poll(_GRACE_AFTER_ERROR_S):
+            return False
+        with contextlib.suppress(RankError):
+            self._receive(rank)
+        return rank not in self._unanswered
 
     def _obituary(self, rank: int) -> str:
         process = self.processes[rank]

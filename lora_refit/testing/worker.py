@@ -136,14 +136,14 @@ def resources(worker: Any) -> dict[str, int]:
 
 def start_counting(worker: Any) -> None:
     """Count this worker's collectives from now on."""
-    worker._lora_refit_counter = CollectiveCounter().__enter__()
+    worker._lora_refit_counter = CollectiveCounter()  # type: ignore[no-untyped-call]
+    worker._lora_refit_counter.start()
 
 
 def stop_counting(worker: Any) -> int:
     """Collectives since `start_counting`."""
     counter: CollectiveCounter = worker._lora_refit_counter
-    counter.__exit__(None, None, None)
-    return counter.count
+    return counter.stop()
 
 
 def _refit(worker: Any) -> WorkerRefit:

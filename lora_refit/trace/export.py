@@ -80,7 +80,7 @@ def trace_export(source: Source, group: ProcessGroup | None = None) -> ExportMap
 
     same_outcome(lambda: _require_storage(source), group)
     with _restored(local):
-        factors = same_outcome(lambda: _trace_tags(source, tensors, first, parameters), group)
+        factors = _trace_tags(source, tensors, first, parameters, group)
         maps = _exchange(factors, group)
         same_outcome(lambda: _prove_ones(source, tensors, factors), group)
         same_outcome(lambda: _prove_random(source, tensors, first, parameters, factors), group)
@@ -163,13 +163,15 @@ def _trace_tags(
     tensors: Sequence[torch.Tensor],
     first: int,
     parameters: Sequence[Parameter],
+    group: ProcessGroup | None,
 ) -> list[TensorMap]:
+    """One collective export for each plane; all ranks stop after the same one."""
     reader = TagReader([parameter.shape for parameter in parameters])
     for plane in reader.planes:
         for offset, tensor in enumerate(tensors):
             tags.fill(tensor, first + offset, plane)
-        _drain(source, partial(reader.read, plane=plane))
-    return [reader.tensor_map(name) for name in reader.names]
+        same_outcome(partial(_drain, source, partial(reader.read, plane=plane)), group)
+    return same_outcome(lambda: [reader.tensor_map(name) for name in reader.names], group)
 
 
 def _prove_ones(

@@ -72,7 +72,10 @@ def _swap_query_and_key_rows(attached: Attached) -> Any:
     for query, name in enumerate(names):
         if name.endswith("qkv_proj.lora_b_stacked[0]"):
             key = names.index(name.replace("[0]", "[1]"))
-            a, b = (np.flatnonzero((rows["dst"] == d) & (rows["dst_offset"] == 0))[0] for d in (query, key))
+            a, b = (
+                np.flatnonzero((rows["dst"] == d) & (rows["dst_offset"] == 0))[0]
+                for d in (query, key)
+            )
             for part in ("src", "src_offset", "src_stride"):
                 rows[part][[a, b]] = rows[part][[b, a]]
     return rows

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import trainer
-from conftest import EngineCase, Refitted, on_engine
-
-LLAMA_TP2 = EngineCase("llama-gqa", 2, "bfloat16")
+from rig import LLAMA_TP2, Refitted, on_engine
 
 
 @on_engine(LLAMA_TP2)
@@ -25,9 +23,7 @@ def test_every_commit_attests(attach: Callable[..., Refitted]) -> None:
 @on_engine(LLAMA_TP2)
 @pytest.mark.parametrize("byte", [0, -1], ids=["data", "padding"])
 @pytest.mark.parametrize("buffer", ["layers.0.self_attn.qkv_proj.lora_a", "down_proj.lora_b"])
-def test_one_flipped_bit_is_named(
-    attach: Callable[..., Refitted], buffer: str, byte: int
-) -> None:
+def test_one_flipped_bit_is_named(attach: Callable[..., Refitted], buffer: str, byte: int) -> None:
     """In the first byte of a slot buffer or in its last, which rank 6 leaves as padding."""
     refitted = attach(2, lora_rank=6)
     refitted.refit(1, seed=1)

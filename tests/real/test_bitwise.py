@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import trainer
-from conftest import EngineCase, LiveEngine, Refitted, on_engine
 from mutants import MUTANTS
+from rig import (
+    LLAMA_TP1,
+    LLAMA_TP2,
+    LLAMA_TP3,
+    QWEN_TP1,
+    QWEN_TP2,
+    QWEN_TP3,
+    LiveEngine,
+    Refitted,
+    on_engine,
+)
 
 ORACLE_ID = 1
 REFITS = 3
 """Two fill both slots and both arena halves; the third overwrites what a slot held before."""
-
-LLAMA_TP2 = EngineCase("llama-gqa", 2, "bfloat16")
-ENGINES = (
-    EngineCase("llama-gqa", 1, "float32"),
-    LLAMA_TP2,
-    EngineCase("llama-gqa", 3, "float32"),
-    EngineCase("qwen3-mqa", 1, "bfloat16"),
-    EngineCase("qwen3-mqa", 2, "float32"),
-    EngineCase("qwen3-mqa", 3, "bfloat16"),
-)
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,20 @@ OTHER_POLICIES = (
 )
 
 
-@on_engine(*ENGINES)
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@on_engine(LLAMA_TP1, LLAMA_TP2, LLAMA_TP3, QWEN_TP1, QWEN_TP2, QWEN_TP3)
+@pytest.mark.parametrize("case", POLICIES, ids=str)
 def test_slots_equal_vllms_loader(
-    attach: Callable[..., Refitted], policy: PolicyCase, tmp_path: Path
+    attach: Callable[..., Refitted], case: PolicyCase, tmp_path: Path
 ) -> None:
     """Every trainer TP against every engine TP, of two architectures, from fp32 parameters."""
-    check_refits(attach(policy.trainer_tp, **policy.settings), tmp_path)
+    check_refits(attach(case.trainer_tp, **case.settings), tmp_path)
 
 
 @on_engine(LLAMA_TP2)
-@pytest.mark.parametrize("policy", OTHER_POLICIES, ids=str)
-def test_other_policies(
-    attach: Callable[..., Refitted], policy: PolicyCase, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("case", OTHER_POLICIES, ids=str)
+def test_other_policies(attach: Callable[..., Refitted], case: PolicyCase, tmp_path: Path) -> None:
     """A rank without padding, sequence parallelism, some modules only, unfused projections."""
-    check_refits(attach(policy.trainer_tp, **policy.settings), tmp_path)
+    check_refits(attach(case.trainer_tp, **case.settings), tmp_path)
 
 
 @on_engine(LLAMA_TP2)
@@ -91,7 +89,9 @@ def test_scaling_once_is_within_one_unit_in_the_last_place(
         ]
     )
     share = float((distances > 0).mean())
-    print(f"scaled once: {share:.1%} of the slot's elements differ, by {distances.max()} ulp at most")
+    print(
+        f"scaled once: {share:.1%} of the slot's elements differ, by {distances.max()} ulp at most"
+    )
     assert distances.max() == 1
     assert share < 0.5
 

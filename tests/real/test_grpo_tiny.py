@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from lora_refit import RefitReport, Ticket
 from lora_refit.grpo.config import GrpoConfig
 from lora_refit.grpo.driver import train
 from lora_refit.grpo.metrics import RunReport
+from lora_refit.grpo.rollout import RolloutEngine
 from lora_refit.testing.models import tiny_model
 from lora_refit.testing.ranks import TrainerRanks
+
+LOST_STEP = 4
+"""The step whose refit the mutant drops: the engine goes on with the policy of the step before."""
 
 
 @pytest.fixture(scope="module")
@@ -19,36 +25,56 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("grpo") / "qwen3", vocab=384)
 
 
-def run(state: dict[str, Any], config: GrpoConfig) -> RunReport | None:
-    return train(config)
+def run_losing_one_refit(state: dict[str, Any], config: GrpoConfig) -> RunReport | None:
+    refit = RolloutEngine.refit
+    reports: list[RefitReport] = []
+
+    def lossy(self: RolloutEngine, ticket: Ticket) -> RefitReport:
+        if ticket.version != LOST_STEP:
+            reports.append(refit(self, ticket))
+        return reports[-1]
+
+    with mock.patch.object(RolloutEngine, "refit", lossy):
+        return train(config)
 
 
 def test_reward_rises_and_the_engine_follows(checkpoint: Path) -> None:
-    """Each step the engine samples from the policy of that step, as the trainer itself scores it."""
-    tensor_parallel = 2
+    """Each step samples from the policy of that step, as the trainer itself scores it.
+
+    One dropped refit must show up in exactly its own step.
+    """
     config = GrpoConfig(
         model=checkpoint,
         task="letters",
-        steps=6,
+        steps=7,
         prompts_per_step=4,
         samples_per_prompt=8,
         max_new_tokens=6,
         learning_rate=1e-2,
         kl_coefficient=0.001,
-        tensor_parallel=tensor_parallel,
+        updates_per_batch=2,
+        tensor_parallel=2,
         engine_threads=1,
     )
-    with TrainerRanks(tensor_parallel) as ranks:
-        report, *others = ranks.call(run, config)
-    assert others == [None] * (tensor_parallel - 1)
+    with TrainerRanks(config.trainer_ranks) as ranks:
+        report, other = ranks.call(run_losing_one_refit, config)
+    assert other is None
     assert isinstance(report, RunReport)
-    rewards = [step.reward for step in report.steps]
-    print("rewards", [round(reward, 3) for reward in rewards])
-    assert rewards[-1] > rewards[0] + 0.2
-    assert report.held_out_after > report.held_out_before
     for step in report.steps:
-        assert step.version == step.step
-        assert step.gen_kl_error < 1e-6
-        assert step.token_prob_error < 1e-4
+        print(
+            f"step {step.step} version {step.version} reward {step.reward:.3f} kl {step.kl:.4f} "
+            f"gen_kl_error {step.gen_kl_error:.1e} token_prob_error {step.token_prob_error:.1e}"
+        )
+    for step in report.steps:
+        if step.step == LOST_STEP:
+            assert step.version == LOST_STEP - 1
+            assert step.gen_kl_error > 1e-3
+            assert step.token_prob_error > 1e-3
+        else:
+            assert step.version == step.step
+            assert step.gen_kl_error < 1e-9
+            assert step.token_prob_error < 1e-5
+    assert report.steps[-1].reward > report.steps[0].reward + 0.2
+    assert report.held_out_after > report.held_out_before
     assert report.steps[0].kl == 0.0
     assert report.steps[-1].kl > 1e-3

@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
-import trainer
-from conftest import EngineCase, LiveEngine, Refitted, on_engine
 from mutants import MUTANTS
+from parity import TOLERANCE, disagreement
+from rig import LLAMA_TP1, LLAMA_TP3, QWEN_TP2, LiveEngine, Refitted, on_engine
 
 REFITS = 20
-TOLERANCE = 1e-4
 NOTICEABLE = 1e-2
-PROMPTS = torch.randint(3, 259, (3, 40), generator=torch.Generator().manual_seed(11)).tolist()
-"""Longer than a block of 32 tokens, so that the prefix cache would serve them again."""
-NEW_TOKENS = 8
-
-QWEN_TP2 = EngineCase("qwen3-mqa", 2, "float32")
-LLAMA_TP1 = EngineCase("llama-gqa", 1, "float32")
-LLAMA_TP3 = EngineCase("llama-gqa", 3, "float32")
 
 
 @on_engine(LLAMA_TP1, QWEN_TP2, LLAMA_TP3)
-def test_log_probs_follow_the_trainer(
-    attach: Callable[..., Refitted], live: LiveEngine, trainer_tp: int = 2
-) -> None:
+def test_log_probs_follow_the_trainer(attach: Callable[..., Refitted], live: LiveEngine) -> None:
     """20 refits with changing adapters; before each, the engine must not know the new values."""
-    refitted = attach(trainer_tp, lora_alpha=9)
+    refitted = attach(2)
     refitted.refit(0, seed=100)
     worst, nearest = 0.0, float("inf")
     for version in range(1, REFITS + 1):
         ticket = refitted.publish(version, seed=100 + version)
-        nearest = min(nearest, disagreement(refitted, version))
+        nearest = min(nearest, disagreement(refitted))
         refitted.engine.refit(ticket)
-        worst = max(worst, disagreement(refitted, version))
+        worst = max(worst, disagreement(refitted))
     print(f"{live.case}: max |dlogp| {worst:.1e} after a refit, {nearest:.1e} or more without")
     assert worst < TOLERANCE
     assert nearest > NOTICEABLE
@@ -74,31 +62,3 @@ def test_a_reused_request_identity_is_noticed(attach: Callable[..., Refitted]) -
     print(f"one identity for two versions: max |dlogp| {stale:.1e}, own identity {right:.1e}")
     assert right < TOLERANCE
     assert stale > NOTICEABLE
-
-
-def disagreement(refitted: Refitted, seed: int = 0, request: Any = None) -> float:
-    """Largest difference between the engine's and the trainer's log-probability of a token that
-    the engine samples."""
-    request = request or refitted.engine.lora_request()
-    responses, engine = sample(refitted.live.llm, request, seed)
-    policy = refitted.ranks.call(trainer.log_probs, PROMPTS, responses)[0]
-    return float((torch.tensor(engine, dtype=torch.float64) - policy).abs().max())
-
-
-def sample(llm: Any, request: Any, seed: int) -> tuple[list[list[int]], list[list[float]]]:
-    from vllm import SamplingParams
-
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
-        SamplingParams(
-            temperature=1.0, max_tokens=NEW_TOKENS, logprobs=0, ignore_eos=True, seed=seed
-        ),
-        lora_request=request,
-        use_tqdm=False,
-    )
-    done = [output.outputs[0] for output in outputs]
-    log_probs = [
-        [step[token].logprob for step, token in zip(item.logprobs, item.token_ids, strict=True)]
-        for item in done
-    ]
-    return [list(item.token_ids) for item in done], log_probs

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import trainer
-from conftest import EngineCase, Refitted, on_engine
-from test_policy_parity import TOLERANCE, disagreement, sample
+from parity import TOLERANCE, disagreement, sample
+from rig import LLAMA_TP1, QWEN_TP2, Refitted, on_engine
 
-LLAMA_TP1 = EngineCase("llama-gqa", 1, "float32")
-QWEN_TP2 = EngineCase("qwen3-mqa", 2, "float32")
 WARM_UP = 30
 SLACK_BYTES = 4 << 20
 """For the allocators' own habits: far less than one leaked kilobyte of each of the refits would
@@ -68,7 +66,7 @@ def test_no_collective_is_called(attach: Callable[..., Refitted]) -> None:
     refitted.ranks.call(trainer.start_counting)
     refitted.live.inspect("start_counting")
     refitted.ranks.call(trainer.export)
-    sample(refitted.live.llm, refitted.engine.lora_request(), seed=0)
+    sample(refitted)
     counts = refitted.ranks.call(trainer.stop_counting), refitted.live.inspect("stop_counting")
     print(f"collectives of one export and one generate, by rank and worker: {counts}")
     assert min(counts[0]) > 0

@@ -94,13 +94,13 @@ def launches(state: dict[str, Any]) -> int:
 
 
 def start_counting(state: dict[str, Any]) -> None:
-    state["counter"] = CollectiveCounter().__enter__()
+    state["counter"] = CollectiveCounter()
+    state["counter"].start()
 
 
 def stop_counting(state: dict[str, Any]) -> int:
     counter: CollectiveCounter = state.pop("counter")
-    counter.__exit__(None, None, None)
-    return counter.count
+    return counter.stop()
 
 
 def offer_altered(state: dict[str, Any], alteration: str, dtype: str) -> bytes:

@@ -106,7 +106,7 @@ def _with_signs(size: tuple[int, ...], strides: list[int], row_sign: int) -> tup
 
 @pytest.mark.parametrize("simd", SIMD_PATHS)
 @pytest.mark.parametrize(("src_dtype", "dst_dtype"), PAIRS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_random_block_lists_equal_torch(
     simd: str, src_dtype: torch.dtype, dst_dtype: torch.dtype, data: st.DataObject

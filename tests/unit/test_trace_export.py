@@ -380,15 +380,16 @@ FAILING: dict[str, tuple[Callable[[Tensors], Factors], type[Exception], type[Exc
 def test_an_error_on_one_rank_is_raised_on_all(case: str) -> None:
     exporter, own, others, message = FAILING[case]
 
-    def after_a_collective(x: Tensors) -> Factors:
-        """Both ranks take part to the end, also when one refuses what it is given before."""
+    def between_collectives(x: Tensors) -> Factors:
+        """Both ranks must take part to the end, also when one refuses what it is given."""
         rank, _ = world(None)
         factors = list(exporter(x) if rank == 1 else export(x))
         yield factors[0]
         dist.barrier()
         yield from factors[1:]
+        dist.barrier()
 
-    chosen = [export, exporter] if case == "breaks" else [after_a_collective] * 2
+    chosen = [export, exporter] if case == "breaks" else [between_collectives] * 2
     first, second = run_ranks(2, lambda rank: trace_export(DictSource(adapter(), chosen[rank])))
     assert type(second.error) is own
     assert type(first.error) is others

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from vllm.lora.request import LoRARequest
 
-from lora_refit.engines.vllm import rpc
+from lora_refit.engines.vllm import bounded, rpc
 from lora_refit.engines.vllm.protocol import Protocol
 from lora_refit.errors import CommitFailed, RefitError
 from lora_refit.report import AttachReport, Attestation, RefitReport
@@ -97,7 +97,7 @@ class RefitEngine:
         call_id = next(_call_ids)
         data = msgspec.msgpack.encode(msgspec.structs.replace(call, id=call_id))
         try:
-            answers = self._llm.collective_rpc("lora_refit_call", timeout=timeout, args=(data,))
+            answers = self._collective_rpc(data, timeout)
         except Exception as error:
             raise CommitFailed(
                 f"the engine did not answer {call.method!r} on all workers: {error!r}; a worker "
@@ -110,3 +110,13 @@ class RefitEngine:
                 "out of step (a call timed out or raised before), so restart the engine"
             )
         return replies
+
+    def _collective_rpc(self, data: bytes, timeout_s: float) -> Any:
+        def rpc_call() -> Any:
+            return self._llm.collective_rpc("lora_refit_call", timeout=timeout_s, args=(data,))
+
+        core = getattr(getattr(self._llm, "llm_engine", None), "engine_core", None)
+        resources = getattr(core, "resources", None)
+        if resources is None:  # the engine runs in this process
+            return rpc_call()
+        return bounded.call(rpc_call, lambda: bool(resources.engine_dead), timeout_s)

@@ -73,8 +73,9 @@ class Protocol:
         except RefitError:
             yield from _tell("abort", rpc.Nothing())
             raise
-        yield from _ask("adopt", rpc.Nothing(), rpc.Nothing)
+        # Kept before the answers: a worker that adopted holds these slots whatever the others do.
         self.lora_ids = lora_ids
+        yield from _ask("adopt", rpc.Nothing(), rpc.Nothing)
         self._spec = spec
         return AttachReport(
             workers=len(answers),

@@ -69,7 +69,11 @@ class ArenaSet:
         self.release()
         try:
             started = time.perf_counter()
-            pinned = [reader.pin(sequence, version, timeout_s) for reader in self._readers]
+            deadline = started + timeout_s  # of all ranks together: the driver waits no longer
+            pinned = [
+                reader.pin(sequence, version, max(0.0, deadline - time.perf_counter()))
+                for reader in self._readers
+            ]
             waited = time.perf_counter()
             published = np.concatenate([item.digests for item in pinned])
             self._pinned_half = pinned[0].half

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 import trainer
-from conftest import EngineCase, Refitted, on_engine, policy_config
-from test_policy_parity import TOLERANCE, disagreement
+from parity import TOLERANCE, disagreement
+from rig import LLAMA_TP1, QWEN_TP2, Refitted, on_engine, policy_config
 
-import lora_refit
-from lora_refit import CoverageError, LayoutMismatch, RefitError, Spec, UnsupportedAdapter
+from lora_refit import CoverageError, LayoutMismatch, RefitError, Spec, Ticket, UnsupportedAdapter
+from lora_refit.testing.megatron import PolicyConfig
 from lora_refit.testing.ranks import RankError, TrainerRanks
 
-LLAMA_TP1 = EngineCase("llama-gqa", 1, "float32")
-QWEN_TP2 = EngineCase("qwen3-mqa", 2, "float32")
+Policy = Callable[[PolicyConfig], TrainerRanks]
 
 
 @pytest.fixture
@@ -28,8 +27,7 @@ def serving(attach: Callable[..., Refitted]) -> Refitted:
 
 def still_serves(refitted: Refitted, version: int = 1) -> None:
     """The version is live, whole, and what the engine answers with."""
-    attestation = refitted.engine.attest()
-    assert attestation.ok and attestation.version == version, attestation
+    assert refitted.attests(version)
     assert disagreement(refitted) < TOLERANCE
 
 
@@ -74,10 +72,9 @@ def test_publisher_refuses_an_incomplete_export(
 
 
 @on_engine(LLAMA_TP1)
-def test_rank_above_the_engines_maximum(serving: Refitted, ranks: Callable[..., TrainerRanks]) -> None:
-    config = policy_config(serving.live.model, 2, lora_rank=32)
-    ranks(2).call(trainer.build, config)
-    spec = ranks(2).call(trainer.offer, "float32")[0]
+def test_rank_above_the_engines_maximum(serving: Refitted, policy: Policy) -> None:
+    ranks = policy(policy_config(serving.live.model, 2, lora_rank=32))
+    spec = ranks.call(trainer.offer, "float32")[0]
     refused(serving, spec, UnsupportedAdapter, "worker 0: .*32 .*16")
 
 
@@ -107,39 +104,27 @@ def test_no_free_slot(serving: Refitted, tmp_path: Path) -> None:
 
 
 @on_engine(LLAMA_TP1)
-def test_tickets_of_another_layout(serving: Refitted) -> None:
-    serving.ranks.call(trainer.build, policy_config(serving.live.model, 1, lora_rank=8))
-    serving.ranks.call(trainer.offer, "float32")
-    ticket = serving.publish(2, seed=2)
+def test_tickets_of_another_layout(serving: Refitted, policy: Policy) -> None:
+    ranks = policy(policy_config(serving.live.model, 2, lora_rank=8))
+    ranks.call(trainer.offer, "float32")
+    ticket = Ticket.from_bytes(ranks.call(trainer.publish, 2)[0])
     with pytest.raises(LayoutMismatch, match="version 2 belongs to another layout"):
         serving.engine.refit(ticket)
+    still_serves(serving)
 
 
 @on_engine(QWEN_TP2)
 @pytest.mark.parametrize("lora_rank", [6, 8], ids=["same-layout", "another-layout"])
 def test_attach_again_while_a_version_is_live(
-    attach: Callable[..., Refitted], ranks: Callable[[int], TrainerRanks], lora_rank: int
+    attach: Callable[..., Refitted], mortals: TrainerRanks, lora_rank: int
 ) -> None:
-    """The trainer comes back, in other processes and sizes; the old version serves until a refit."""
+    """The trainer comes back, in other processes and sizes; the old version serves on until a refit."""
     refitted = attach(2, lora_rank=6)
     refitted.refit(1, seed=1)
-    with TrainerRanks(2) as restarted:
-        config = policy_config(refitted.live.model, 2, lora_rank=lora_rank)
-        restarted.call(trainer.build, config)
-        spec = restarted.call(trainer.offer, "float32")[0]
-        report = refitted.engine.attach(Spec.from_bytes(spec))
-        print(report)
-        still_serves(refitted)
-        refitted.ranks.call(trainer.close)
-        still_serves(refitted)
-        again = Refitted(refitted.live, restarted, refitted.engine, report)
-        for version in (2, 3, 4):
-            again.refit(version, seed=version)
-            still_serves(again, version)
-
-
-def test_specs_that_were_altered_are_refused(ranks: Callable[[int], TrainerRanks]) -> None:
-    with pytest.raises(LayoutMismatch, match="not a spec"):
-        lora_refit.Spec.from_bytes(b"\x93\x01")
-    with pytest.raises(LayoutMismatch, match="not a ticket"):
-        lora_refit.Ticket.from_bytes(b"")
+    restarted = attach(2, ranks=mortals, engine=refitted.engine, lora_rank=lora_rank)
+    still_serves(refitted)
+    refitted.ranks.call(trainer.close)
+    still_serves(refitted)
+    for version in (2, 3, 4):
+        restarted.refit(version, seed=version)
+        still_serves(restarted, version)

@@ -84,6 +84,24 @@ def recovers(refitted: Refitted, attach: Callable[..., Refitted]) -> None:
 
 
 @on_engine(QWEN_TP2)
+@pytest.mark.parametrize("phase", ["attach", "adopt"])
+def test_an_error_while_attaching_again(attach: Callable[..., Refitted], phase: str) -> None:
+    """Another layout, and one worker that cannot follow: the old version serves on."""
+    refitted = attach(2, lora_rank=6)
+    refitted.refit(1, seed=1)
+    before = sample(refitted)
+    refitted.live.inspect.on(1, "fail", phase, "before", "raise")
+    with pytest.raises(RefitError, match=f"engine worker 1: .*injected before {phase}"):
+        attach(2, engine=refitted.engine, lora_rank=8)
+    assert still_serves(refitted, 1, before)
+    again = attach(2, engine=refitted.engine, lora_rank=8)
+    assert still_serves(again, 1, before)
+    again.refit(2, seed=2)
+    assert again.attests(2)
+    assert disagreement(again) < TOLERANCE
+
+
+@on_engine(QWEN_TP2)
 def test_a_trainer_rank_killed_before_it_publishes(
     attach: Callable[..., Refitted], mortals: TrainerRanks
 ) -> None:

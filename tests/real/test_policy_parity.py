@@ -10,18 +10,20 @@ from parity import TOLERANCE, disagreement
 from rig import LLAMA_TP1, LLAMA_TP3, QWEN_TP2, LiveEngine, Refitted, on_engine
 
 REFITS = 20
+CONTROL_EVERY = 5
 NOTICEABLE = 1e-2
 
 
 @on_engine(LLAMA_TP1, QWEN_TP2, LLAMA_TP3)
 def test_log_probs_follow_the_trainer(attach: Callable[..., Refitted], live: LiveEngine) -> None:
-    """20 refits with changing adapters; before each, the engine must not know the new values."""
+    """20 refits with changing adapters; control: before a refit the engine does not agree."""
     refitted = attach(2)
     refitted.refit(0, seed=100)
     worst, nearest = 0.0, float("inf")
     for version in range(1, REFITS + 1):
         ticket = refitted.publish(version, seed=100 + version)
-        nearest = min(nearest, disagreement(refitted))
+        if version % CONTROL_EVERY == 0:
+            nearest = min(nearest, disagreement(refitted))
         refitted.engine.refit(ticket)
         worst = max(worst, disagreement(refitted))
     print(f"{live.case}: max |dlogp| {worst:.1e} after a refit, {nearest:.1e} or more without")

@@ -9,9 +9,8 @@ from parity import TOLERANCE, disagreement, sample
 from rig import LLAMA_TP1, QWEN_TP2, Refitted, on_engine
 
 WARM_UP = 30
-SLACK_BYTES = 4 << 20
-"""For the allocators' own habits: far less than one leaked kilobyte of each of the refits would
-be visible in, far more than noise."""
+SLACK_BYTES = 1 << 20
+"""For the allocators' own habits; 500 refits that leak 2 KiB each exceed it."""
 
 
 @on_engine(LLAMA_TP1)
@@ -46,8 +45,10 @@ def check_steady_state(refitted: Refitted, refits: int) -> None:
 def resources(refitted: Refitted) -> dict[str, dict[str, int]]:
     trainers = refitted.ranks.call(trainer.resources)
     workers = refitted.live.inspect("resources")
-    return {f"trainer rank {rank}": item for rank, item in enumerate(trainers)} | {
-        f"engine worker {rank}": item for rank, item in enumerate(workers)
+    return {
+        "driver": trainer.resources({}),
+        **{f"trainer rank {rank}": item for rank, item in enumerate(trainers)},
+        **{f"engine worker {rank}": item for rank, item in enumerate(workers)},
     }
 
 

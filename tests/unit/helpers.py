@@ -92,8 +92,16 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 @dataclass(frozen=True)
 class RankResult:
-    value: Any = None
+    """What a rank returned, or the error that it raised."""
+
+    returned: Any = None
     error: Exception | None = None
+
+    @property
+    def value(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.returned
 
 
 def run_ranks(world_size: int, function: Callable[[int], Any]) -> list[RankResult]:
@@ -137,7 +145,7 @@ def _rank_main(
         timeout=datetime.timedelta(seconds=30),
     )
     try:
-        result = RankResult(value=function(rank))
+        result = RankResult(returned=function(rank))
     except Exception as error:
         result = RankResult(error=error)
     connection.send(result)

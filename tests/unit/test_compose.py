@@ -135,16 +135,16 @@ def random_move(seed: int, outputs: int) -> Move:
     return move
 
 
-def flat(move: Move) -> Move:
-    """The same with matrices out, so that another move can follow."""
-    return lambda sources: [x.reshape(-1, x.shape[-1]) for x in move(sources)]
+def on_matrices(move: Move) -> Move:
+    """The same of sources with any number of dimensions."""
+    return lambda sources: move([x.reshape(-1, x.shape[-1]) for x in sources])
 
 
 def random_chain(seed: int) -> Chain:
     random = np.random.default_rng(seed)
     shapes = [tuple(random.integers(1, 7, 2).tolist()) for _ in range(3)]
     scales = {index: float(np.float32(random.normal())) for index in range(2)}
-    return Chain(flat(random_move(seed, 4)), random_move(seed + 1, 5), shapes, scales)
+    return Chain(random_move(seed, 4), on_matrices(random_move(seed + 1, 5)), shapes, scales)
 
 
 @given(st.integers(0, 2**31))
@@ -233,9 +233,9 @@ def test_a_joint_progression_in_any_order_is_one_run(
 
 
 def test_the_shorter_of_both_orders_is_taken() -> None:
-    src = np.arange(8)
-    dst = np.asarray([4, 0, 5, 1, 6, 2, 7, 3])
-    assert len(joint_runs(dst, src)) == 2
+    regular, interleaved = np.arange(8), np.asarray([4, 0, 5, 1, 6, 2, 7, 3])
+    assert len(joint_runs(regular, interleaved)) == 2
+    assert len(joint_runs(interleaved, regular)) == 2
 
 
 def elements(blocks: list[Block]) -> list[tuple[int, int, int, int, float, int]]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 from lora_refit.grpo import math as grpo_math
 from lora_refit.grpo.batch import pack_rollouts
+from lora_refit.grpo.config import GrpoConfig
+from lora_refit.grpo.driver import grpo_loss
 from lora_refit.grpo.tasks import Addition, Letters, Problem
 
 ONE = torch.ones(1, 1)
@@ -113,6 +116,28 @@ def test_batch_positions_predict_the_response() -> None:
     assert batch.positions.tolist() == [[2, 2, 2], [0, 1, 2]]
     assert batch.targets.tolist() == [[1, 1, 1], [2, 3, 4]]
     assert batch.select(torch.tensor([1])).tokens.tolist() == [[8, 2, 3, 4]]
+
+
+def test_loss_of_later_updates_compares_with_the_first() -> None:
+    """The second update's ratio is to the old log-probs, and its rows are found by their index."""
+    batch = pack_rollouts([[1], [1]], [[2], [3]], [[-1.0], [-1.0]], [1.0, 0.0])
+    advantages, count = torch.tensor([1.0, -1.0]), torch.tensor(2.0)
+    config = GrpoConfig(model=Path("unused"), kl_coefficient=0.5)
+    reference = torch.tensor([[-1.0], [-1.0 - math.log(2)]])
+    old = torch.tensor([[-1.0], [-1.0]])
+    now = torch.tensor([[-1.0 + math.log(1.1)]])  # of row 1 only
+
+    first = grpo_loss(config, batch, advantages, count, None, None)
+    assert first(now, torch.tensor([1])).item() == pytest.approx(1.1 / 2), "weight 1.1, ratio 1"
+    later = grpo_loss(config, batch, advantages, count, None, old)
+    assert later(now, torch.tensor([1])).item() == pytest.approx(1.1 / 2), "weight 1, ratio 1.1"
+    far = torch.tensor([[-1.0 + math.log(1.5)]])
+    assert later(far, torch.tensor([0])).item() == pytest.approx(-1.2 / 2), "clipped"
+
+    with_kl = grpo_loss(config, batch, advantages, count, reference, old)
+    kl = 1 / 2.2 + math.log(2.2) - 1
+    expected = (1.1 + 0.5 * kl) / 2
+    assert with_kl(now, torch.tensor([1])).item() == pytest.approx(expected)
 
 
 def test_distinct_rows_expand_to_the_batch() -> None:

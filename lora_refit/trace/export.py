@@ -263,7 +263,7 @@ def _replica_pairs(
 
 
 def _check_pairs(factors: Sequence[TensorMap]) -> None:
-    names = {factor.name for factor in factors}
+    names = dict.fromkeys(factor.name for factor in factors)
     for name in names:
         module, end = name[: -len(_A)], name[-len(_A) :]
         if not module.startswith(PEFT_PREFIX) or end not in (_A, _B):

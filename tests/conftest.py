@@ -35,10 +35,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         start_engine_server()
 
 
-def pytest_sessionfinish() -> None:
-    for process in _strays():
-        print(f"killing stray process {process.pid}: {' '.join(process.cmdline())[:100]}")
-        process.kill()
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    terminal = session.config.get_terminal_writer()
+    while strays := _strays():
+        for process in strays:
+            terminal.line(f"\nkilling stray process {process.pid} {process.name()}")
+            process.kill()
+        psutil.wait_procs(strays)
 
 
 @pytest.fixture(scope="session")

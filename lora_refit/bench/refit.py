@@ -164,9 +164,7 @@ def _measure(
     engine.close()
     llm.llm_engine.remove_lora(PEER_ID)
     base = statistics.median(total for total, _ in samples[OURS])
-    return [
-        _timing(scenario, name, taken, base) for name, taken in samples.items()
-    ]
+    return [_timing(scenario, name, taken, base) for name, taken in samples.items()]
 
 
 Sample = tuple[float, dict[str, float]]

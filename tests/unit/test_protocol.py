@@ -290,14 +290,12 @@ def test_adapter_names_that_would_blur_identities(name: str) -> None:
         Protocol(name, timeout_s=1.0)
 
 
-def test_adapters_have_ids_of_their_own() -> None:
+def test_every_handle_has_ids_of_its_own() -> None:
+    """Also handles of one adapter: a request of an old one must not meet a new one's slots."""
     taken: Counter[int] = Counter()
-    for name in ("policy", "reference", "critic", "policy2", "Policy", "p"):
+    for name in ("policy", "policy", "critic"):
         protocol = Protocol(name, timeout_s=1.0)
         Workers().run(protocol.attach(SPEC))
-        again = Protocol(name, timeout_s=1.0)
-        Workers().run(again.attach(SPEC))
-        assert again.lora_ids == protocol.lora_ids, "the same in every driver process"
         taken.update(protocol.lora_ids)
     assert set(taken.values()) == {1}
     assert min(taken) > 1 << 16, "users count theirs from one"

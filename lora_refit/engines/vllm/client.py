@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
@@ -28,7 +29,8 @@ class RefitEngine:
         worker_extension_cls="lora_refit.vllm.WorkerExtension". With max_loras=2 or more a refit
         writes the idle one of two slots and then flips to it, so a failed refit cannot harm the
         live version.
-    adapter: a name; several adapters of different names can be refitted into one engine.
+    adapter: a name; several adapters of different names can be refitted into one engine, each with
+        slots of its own. A name belongs to one RefitEngine until that is closed.
     timeout_s: how long workers wait for a trainer rank to publish.
 
     Every method raises a RefitError that names worker, module or rank. Afterwards the version that
@@ -38,6 +40,7 @@ class RefitEngine:
     def __init__(self, llm: Any, adapter: str = "policy", timeout_s: float = 60.0) -> None:
         self._llm = llm
         self._protocol = Protocol(adapter, timeout_s)
+        self._owner = secrets.token_hex(8)
 
     def attach(self, spec: Spec) -> AttachReport:
         """Trace the engine, prove that the adapter reaches it whole, and take its slots.
@@ -95,7 +98,10 @@ class RefitEngine:
     def _all_workers(self, call: rpc.Call) -> list[rpc.Reply]:
         timeout = self._protocol.timeout_s + _RPC_MARGIN_S
         call_id = next(_call_ids)
-        data = msgspec.msgpack.encode(msgspec.structs.replace(call, id=call_id))
+        envelope = msgspec.structs.replace(
+            call, adapter=self._protocol.adapter, owner=self._owner, id=call_id
+        )
+        data = msgspec.msgpack.encode(envelope)
         try:
             answers = self._collective_rpc(data, timeout)
         except Exception as error:

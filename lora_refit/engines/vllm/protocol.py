@@ -7,8 +7,8 @@ same protocol drives a synchronous and an asynchronous engine.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
-import zlib
 from collections.abc import Generator, Sequence
 from typing import TypeVar
 
@@ -36,6 +36,9 @@ Steps = Generator[rpc.Call, Replies, T]
 MAX_SLOTS = 2
 NO_LIVE = -1
 _FIRST_ID = 1 << 20
+_ID_CHOICES = 1 << 28
+"""Ids are drawn anew for each attach: above those that people choose, within 31 bits, and never
+those of an earlier handle, whose requests must not meet this one's slots."""
 
 
 class Live(msgspec.Struct, frozen=True):
@@ -166,7 +169,7 @@ class Protocol:
                 f"all {facts[0].slots} LoRA slots are taken by other adapters; remove one or "
                 "start the engine with a higher max_loras"
             )
-        first = _FIRST_ID + MAX_SLOTS * (zlib.crc32(self.adapter.encode()) % _FIRST_ID)
+        first = _FIRST_ID + MAX_SLOTS * secrets.randbelow(_ID_CHOICES)
         return tuple(range(first, first + min(free, MAX_SLOTS)))
 
     def _check_ticket(self, ticket: Ticket) -> None:

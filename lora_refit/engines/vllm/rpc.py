@@ -12,10 +12,16 @@ from lora_refit import errors
 
 
 class Call(msgspec.Struct, frozen=True):
-    """method: of the worker; body: its encoded request; id: repeated by the replies to it."""
+    """method: of the worker; body: its encoded request.
+
+    adapter: the name of what is refitted. owner: the driver's handle, which alone may refit it.
+    id: repeated by the replies.
+    """
 
     method: str
     body: bytes
+    adapter: str = ""
+    owner: str = ""
     id: int = 0
 
 

@@ -33,7 +33,7 @@ class WorkerExtension:
         try:
             call = msgspec.msgpack.decode(data, type=rpc.Call)
             call_id = call.id
-            reply = rpc.Reply(index, "", "", state_of(worker).handle(call), call_id)
+            reply = rpc.Reply(index, "", "", state_of(worker, call.adapter).handle(call), call_id)
         except RefitError as error:
             reply = rpc.Reply(index, type(error).__name__, str(error), b"", call_id)
         except Exception as error:
@@ -42,15 +42,17 @@ class WorkerExtension:
         return msgspec.msgpack.encode(reply)
 
 
-def state_of(worker: Any) -> WorkerRefit:
-    state = getattr(worker, "_lora_refit_state", None)
-    if state is None:
+def state_of(worker: Any, adapter: str = "policy") -> WorkerRefit:
+    """The worker's state of one adapter, made when it is first asked for."""
+    if not hasattr(worker, "_lora_refit_states"):
+        worker._lora_refit_states = {}
+    states: dict[str, WorkerRefit] = worker._lora_refit_states
+    if adapter not in states:
         manager = getattr(worker.model_runner, "lora_manager", None)
         if manager is None:
             raise LayoutMismatch("the engine was started without LoRA; pass enable_lora=True")
-        state = worker._lora_refit_state = WorkerRefit(manager, int(worker.rank))
-    assert isinstance(state, WorkerRefit)
-    return state
+        states[adapter] = WorkerRefit(manager, int(worker.rank))
+    return states[adapter]
 
 
 class Committed(msgspec.Struct, frozen=True):
@@ -79,12 +81,13 @@ class Attached:
 
 
 class WorkerRefit:
-    """The state machine of one worker: attached, staged, committed."""
+    """The state machine of one adapter on one worker: attached, staged, committed."""
 
     def __init__(self, lora_manager: Any, worker: int) -> None:
         self._worker = worker
         self._loader = Loader(lora_manager)
         self._slots = Slots(self._loader.manager)
+        self._owner = ""
         self._attached: Attached | None = None
         self._candidate: Attached | None = None
         self._allocations = 0
@@ -100,6 +103,13 @@ class WorkerRefit:
         }
 
     def handle(self, call: rpc.Call) -> bytes:
+        if self._attached is None and self._candidate is None:
+            self._owner = call.owner
+        elif call.owner != self._owner:
+            raise LayoutMismatch(
+                f"adapter {call.adapter!r} belongs to another RefitEngine; close that one first, or "
+                "give this one another adapter name"
+            )
         request_type, method = self._methods[call.method]
         return msgspec.msgpack.encode(method(msgspec.msgpack.decode(call.body, type=request_type)))
 

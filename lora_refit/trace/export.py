@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 
 import msgspec
 import torch
@@ -200,12 +200,14 @@ def _prove_random(
     factors: Sequence[TensorMap],
 ) -> None:
     """Values drawn per global parameter index, so any rank can replay any other rank's pieces."""
+    # Factors that share a parameter come one after another: fused projections, stacked experts.
+    values = lru_cache(maxsize=16)(lambda index: _random_values(index, parameters[index]))
     for offset, tensor in enumerate(tensors):
-        tensor.copy_(_random_values(first + offset, parameters[first + offset]))
+        tensor.copy_(values(first + offset))
 
     def check(factor: TensorMap, tensor: torch.Tensor) -> None:
         used = {cell.tensor for cell in factor.cells}
-        expected = gather(factor, {i: _random_values(i, parameters[i]) for i in used})
+        expected = gather(factor, {index: values(index) for index in used})
         wrong = tensor.detach().to("cpu", torch.float64) != expected
         if bool(wrong.any()):
             raise NotMovement(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ class CopyKernel:
             LayoutMismatch: an address is missing.
         """
         with _typed_errors("the copy kernel cannot run"):
-            self._program.run(src_addresses, dst_addresses, self._digests)
+            self._program.run(src_addresses, dst_addresses, self._digests, _threads())
         self.launches += 1
         return self._digests
 
@@ -127,8 +128,15 @@ def digest(addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray
     """
     digests = np.zeros(len(addresses), np.uint64)
     with _typed_errors("cannot digest"):
-        _C.digest(addresses, nbytes, digests)
+        _C.digest(addresses, nbytes, digests, _threads())
     return digests
+
+
+def _threads() -> int:
+    """1 where torch was told to use one thread, as in trainer ranks that share a machine; 0 for
+    the extension's own choice, which LORA_REFIT_THREADS overrides."""
+    told = torch.get_num_threads() == 1 and "LORA_REFIT_THREADS" not in os.environ
+    return 1 if told else 0
 
 
 @contextmanager

@@ -104,9 +104,11 @@ class MappedArena:
             undo.callback(self.locks.close)
             self._control = mmap.mmap(memory_fd, layout.control_bytes)
             undo.callback(self._control.close)
+            # Populated, so that no refit pays for page faults.
             self._data = mmap.mmap(
                 memory_fd,
                 HALVES * layout.half_bytes,
+                flags=mmap.MAP_SHARED | mmap.MAP_POPULATE,
                 prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
                 offset=layout.control_bytes,
             )

@@ -69,6 +69,8 @@ class Result(msgspec.Struct):
 
 def run(scenarios: list[Scenario], console: Console) -> Result:
     """Run all scenarios on one engine. Takes minutes; shows progress on the console."""
+    # Idle OpenMP threads that spin would take the cores from whoever's turn is next.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
     layers, lora_rank = scenarios[0].layers, scenarios[0].lora_rank
     timings: list[Timing] = []
     adapter_bytes = 0

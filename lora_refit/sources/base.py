@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from lora_refit.errors import UnsupportedAdapter
+
 if TYPE_CHECKING:
     from lora_refit.trace.export import ExportMap
 
@@ -14,9 +16,19 @@ PEFT_PREFIX = "base_model.model."
 
 
 def lora_scale(config: dict[str, Any]) -> float:
-    """The factor on `B @ A` under a PEFT config without rank or alpha patterns."""
-    rank: int = config["r"]
-    return float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
+    """The factor on `B @ A` under a PEFT config without rank or alpha patterns.
+
+    Raises UnsupportedAdapter if the config has no usable rank or alpha.
+    """
+    try:
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedAdapter(
+            f"the PEFT config lacks a number r or lora_alpha ({error!r}); give both"
+        ) from error
+    if rank < 1:
+        raise UnsupportedAdapter(f"the PEFT config has r = {rank}; a LoRA rank is at least 1")
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

@@ -103,12 +103,16 @@ def stop_counting(state: dict[str, Any]) -> int:
     return counter.stop()
 
 
-def offer_altered(state: dict[str, Any], alteration: str, dtype: str) -> bytes:
+def offer_altered(
+    state: dict[str, Any], alteration: str, dtype: str, config: dict[str, Any] | None = None
+) -> bytes:
     """Offer an adapter whose export is wrong in one way; see `ALTERATIONS`."""
     source, policy = state["source"], state["policy"]
-    config = source.config()
     state["source"] = lora_refit.MegatronSource(
-        policy.chunks, export=lambda: ALTERATIONS[alteration](source.export()), config=config
+        policy.chunks,
+        bridge=policy.bridge,
+        export=lambda: ALTERATIONS[alteration](source.export()),
+        config=source.config() | (config or {}),
     )
     try:
         return offer(state, dtype)
@@ -137,10 +141,34 @@ def _twice(factors: Factors, doubled: str) -> Factors:
             yield name, tensor
 
 
+def _exchanged(factors: Factors, one: str, other: str) -> Factors:
+    for name, tensor in factors:
+        yield name.replace(one, "@").replace(other, one).replace("@", other), tensor
+
+
+def _shifted(factors: Factors, shifted: str) -> Factors:
+    """Output rows of a lora_B, or input columns of a lora_A, moved on by one."""
+    for name, tensor in factors:
+        dim = 1 if "lora_A" in name else 0
+        yield name, tensor.roll(1, dim) if shifted in name else tensor
+
+
+def _rank_reversed(factors: Factors, reversed_: str) -> Factors:
+    for name, tensor in factors:
+        yield name, tensor.flip(0) if reversed_ in name else tensor
+
+
 ALTERATIONS = {
     "unwrapped module": lambda f: _renamed(f, "layers.1.mlp.down_proj", "layers.1.mlp.side_proj"),
     "misspelt layer": lambda f: _renamed(f, "layers.1.self_attn.q", "layers.9.self_attn.q"),
     "unreadable name": lambda f: _renamed(f, "o_proj.lora_B.weight", "o_proj.lora_Q.weight"),
     "missing lora_B": lambda f: _without(f, "layers.0.mlp.gate_proj.lora_B"),
     "duplicate name": lambda f: _twice(f, "layers.0.mlp.up_proj.lora_A"),
+    "layers in turn": lambda f: _exchanged(f, "layers.0.", "layers.1."),
+    "k and v in turn": lambda f: _exchanged(f, ".k_proj.", ".v_proj."),
+    "gate and up in turn": lambda f: _exchanged(f, ".gate_proj.", ".up_proj."),
+    "rows of down_proj shifted": lambda f: _shifted(f, "layers.0.mlp.down_proj.lora_B"),
+    "columns of o_proj shifted": lambda f: _shifted(f, "layers.1.self_attn.o_proj.lora_A"),
+    "rank of lora_A reversed": lambda f: _rank_reversed(f, "layers.0.mlp.down_proj.lora_A"),
+    "nothing": lambda f: f,
 }

@@ -67,14 +67,13 @@ class Publisher:
             format=FORMAT,
             dtype=str(dtype).removeprefix("torch."),
             scale_folded=scale_rounding == "once",
-            # PEFT's own to_dict() holds sets and enums, which have no fixed order or encoding.
-            peft_config=msgspec.to_builtins(source.config(), order="sorted"),
+            peft_config=same_outcome(lambda: _plain_config(source), group),
             export_map=export_map,
         )
         _require_same_layout(layout, group)
         own = tuple(item for item in export_map.parameters if item.rank == self._rank)
         self._plan = pack_plan(own, layout, self._rank)
-        self._kernel = self._plan.kernel()
+        self._kernel = same_outcome(self._plan.kernel, group)
         self._writer = same_outcome(
             lambda: ArenaWriter(
                 ArenaLayout(tuple(math.prod(item.shape) * dtype.itemsize for item in own)),
@@ -89,6 +88,7 @@ class Publisher:
             layout_digest=layout.digest(),
             arenas=_exchange_handles(self._writer.handle, group),
         )
+        self._publisher = self._spec.publisher
         self._parameters = own
         self._state: State | None = None
         self._addresses: npt.NDArray[np.uint64] = np.zeros(len(own), np.uint64)
@@ -117,7 +117,7 @@ class Publisher:
         earlier versions stay as they were.
         """
         started = time.perf_counter()
-        version = operator.index(version)
+        version = int(operator.index(version))  # index() alone returns True for True
         # A failed publish uses its sequence up as well, so that all ranks stay in step.
         self._sequence = sequence = self._sequence + 1
         addresses = self._source_addresses()
@@ -132,6 +132,7 @@ class Publisher:
             version=version,
             sequence=sequence,
             layout_digest=self._spec.layout_digest,
+            publisher=self._publisher,
             rank=self._rank,
             pack_ms=(time.perf_counter() - started) * 1e3,
         )
@@ -221,6 +222,19 @@ def folded_scales(layout: Layout) -> dict[int, float]:
     }
     copies = {copy: scale for first, copy in layout.export_map.replicas if first in scales}
     return scales | copies
+
+
+def _plain_config(source: Source) -> dict[str, Any]:
+    """PEFT's own to_dict() holds sets and enums, which have no fixed order or encoding."""
+    config = source.config()
+    lora_scale(config)
+    try:
+        plain: dict[str, Any] = msgspec.to_builtins(config, order="sorted")
+    except TypeError as error:
+        raise UnsupportedAdapter(
+            f"the PEFT config cannot be sent to an engine: {error}; use numbers, strings and lists"
+        ) from error
+    return plain
 
 
 def _check_arguments(dtype: torch.dtype, exchange: str, scale_rounding: str) -> None:

@@ -40,6 +40,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     layout_digest: bytes
     arenas: tuple[ArenaHandle, ...]
 
+    @property
+    def publisher(self) -> bytes:
+        """Tells publishers of equal layout apart: blake2b-128 over their arenas' random tokens."""
+        tokens = b"".join(handle.token for handle in self.arenas)
+        return hashlib.blake2b(tokens, digest_size=16).digest()
+
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
@@ -79,12 +85,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Names one published version. Every trainer rank's ticket of a version will do.
 
     sequence: counts publishes; tells which arena half holds the version.
+    publisher: of the Spec whose arenas hold it; sequences and versions of others may be the same.
     pack_ms: time the issuing rank spent packing, in milliseconds.
     """
 
     version: int
     sequence: int
     layout_digest: bytes
+    publisher: bytes
     rank: int
     pack_ms: float
 

@@ -126,15 +126,25 @@ def _require_storage(source: Source) -> None:
 def _drain(source: Source, visit: Visit) -> None:
     """Run the exporter to its end even if a tensor is refused: it may be collective."""
     refusal: Exception | None = None
-    for name, tensor in source.export():
+    for item in source.export():
         if refusal is None:
             try:
-                visit(name, tensor)
+                visit(*_named_tensor(item))
             except Exception as error:
                 refusal = error
     _require_storage(source)
     if refusal is not None:
         raise refusal
+
+
+def _named_tensor(item: object) -> tuple[str, torch.Tensor]:
+    match item:
+        case (str(name), torch.Tensor() as tensor):
+            return name, tensor
+    raise NotMovement(
+        f"the exporter yields {type(item).__name__} {str(item)[:60]!r}; it must yield pairs of a "
+        "PEFT name and a torch.Tensor"
+    )
 
 
 def _check_again(source: Source, factors: Sequence[TensorMap], check: Check) -> None:

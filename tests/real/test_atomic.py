@@ -13,7 +13,14 @@ import trainer
 from parity import PROMPTS, TOLERANCE, disagreement, distance, sample
 from rig import ONE_SLOT_TP2, QWEN_TP2, Refitted, on_engine
 
-from lora_refit import CommitFailed, NotCommitted, RefitError, Ticket, WriterTimeout
+from lora_refit import (
+    CommitFailed,
+    NotCommitted,
+    RefitError,
+    StaleArena,
+    Ticket,
+    WriterTimeout,
+)
 from lora_refit.testing.ranks import RankError, TrainerRanks
 
 Answers = tuple[list[list[int]], torch.Tensor]
@@ -190,6 +197,50 @@ def test_one_slot_is_poisoned_by_a_failed_commit_and_healed_by_the_next(
         refitted.engine.attest()
     refitted.engine.refit(ticket)
     assert refitted.engine.attest().ok
+    assert disagreement(refitted) < TOLERANCE
+
+
+@on_engine(QWEN_TP2)
+def test_an_older_version_is_not_overwritten_under_its_running_requests(
+    attach: Callable[..., Refitted],
+) -> None:
+    """With two slots the second refit after a request began would write into its slot."""
+    from vllm import SamplingParams
+
+    refitted = attach(2)
+    refitted.refit(1, seed=1)
+    core = refitted.live.llm.llm_engine
+    request = refitted.engine.lora_request()
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    core.add_request("a", {"prompt_token_ids": PROMPTS[0]}, sampling, lora_request=request)
+    refitted.refit(2, seed=2)
+    ticket = refitted.publish(3, seed=3)
+    with pytest.raises(CommitFailed, match="earlier version are still running"):
+        refitted.engine.refit(ticket)
+    assert refitted.attests(2)
+    while core.has_unfinished_requests():
+        core.step()
+    refitted.engine.refit(ticket)
+    assert disagreement(refitted) < TOLERANCE
+
+
+@on_engine(ONE_SLOT_TP2)
+def test_a_failed_refit_does_not_bring_a_lost_slot_back_empty(
+    attach: Callable[..., Refitted],
+) -> None:
+    """A zeroed slot in the live version's place would serve the base model under its name."""
+    refitted = attach(2)
+    stale = refitted.publish(1, seed=1)
+    refitted.engine.refit(stale)
+    refitted.live.llm.llm_engine.remove_lora(refitted.engine.lora_request().lora_int_id)
+    for version in (2, 3):
+        refitted.publish(version)
+    with pytest.raises(StaleArena, match="was replaced"):
+        refitted.engine.refit(stale)
+    attestation = refitted.engine.attest()
+    assert all("belongs to adapter None" in line for line in attestation.workers), attestation
+    refitted.refit(4, seed=4)
+    assert refitted.attests(4)
     assert disagreement(refitted) < TOLERANCE
 
 

@@ -21,7 +21,7 @@ A, B = (f"base_model.model.proj.lora_{letter}.weight" for letter in "AB")
 SHAPES = {A: (2, 4), B: (6, 2)}
 
 
-def make_spec(dtype: str = "bfloat16") -> Spec:
+def make_spec(dtype: str = "bfloat16", token: bytes = b"t" * 16) -> Spec:
     layout = Layout(
         format=FORMAT,
         dtype=dtype,
@@ -37,7 +37,7 @@ def make_spec(dtype: str = "bfloat16") -> Spec:
             replicas=(),
         ),
     )
-    arena = ArenaHandle(rank=0, pid=1, fd=2, token=b"t" * 16, total_bytes=0, entry_bytes=())
+    arena = ArenaHandle(rank=0, pid=1, fd=2, token=token, total_bytes=0, entry_bytes=())
     return Spec(layout=layout, layout_digest=layout.digest(), arenas=(arena,))
 
 
@@ -46,7 +46,12 @@ SPEC = make_spec()
 
 def ticket(version: int, spec: Spec = SPEC) -> Ticket:
     return Ticket(
-        version=version, sequence=version, layout_digest=spec.layout_digest, rank=0, pack_ms=2.5
+        version=version,
+        sequence=version,
+        layout_digest=spec.layout_digest,
+        publisher=spec.publisher,
+        rank=0,
+        pack_ms=2.5,
     )
 
 

@@ -125,7 +125,7 @@ def test_refit_stages_on_all_then_commits_on_all() -> None:
     protocol = attached(workers)
     report = workers.run(protocol.refit(ticket(7)))
     assert workers.methods == ["stage", "commit"]
-    assert workers.last("stage") == rpc.StageRequest(0, 7, 7, SPEC.layout_digest, 5.0)
+    assert workers.last("stage") == rpc.StageRequest(0, 7, 7, SPEC.publisher, 5.0)
     assert workers.last("commit") == rpc.CommitRequest(7, 7)
     assert (report.version, report.bytes, report.digest) == (7, 200, "same")
     assert (report.launches, report.collectives, report.allocations) == (1, 0, 1)
@@ -139,7 +139,8 @@ def test_two_slots_take_turns() -> None:
     protocol = attached(workers)
     ids = []
     for version in range(1, 6):
-        workers.run(protocol.refit(ticket(version), requests_running=True))
+        running = ids[-1:]
+        workers.run(protocol.refit(ticket(version), running))
         ids.append(protocol.identity()[1])
     assert ids == [*protocol.lora_ids, *protocol.lora_ids, protocol.lora_ids[0]]
 
@@ -245,13 +246,44 @@ def test_a_broken_engine_does_not_hide_the_first_error(slots: int, kept: str) ->
 def test_the_only_slot_is_not_written_under_running_requests() -> None:
     workers = Workers(free=1)
     protocol = attached(workers)
-    workers.run(protocol.refit(ticket(1), requests_running=True))
+    workers.run(protocol.refit(ticket(1)))
     workers.calls.clear()
-    with pytest.raises(errors.CommitFailed, match=r"wait until they have finished.*max_loras=2"):
-        workers.run(protocol.refit(ticket(2), requests_running=True))
+    running = {protocol.identity()[1], 7}
+    with pytest.raises(errors.CommitFailed, match=r"finished or abort them.*max_loras=2"):
+        workers.run(protocol.refit(ticket(2), running))
     assert workers.calls == []
     assert protocol.require_live().version == 1
-    workers.run(protocol.refit(ticket(2)))
+    workers.run(protocol.attach(SPEC, running))
+    workers.run(protocol.refit(ticket(2), {7}))
+
+
+def test_an_older_version_is_not_overwritten_under_its_running_requests() -> None:
+    workers = Workers()
+    protocol = attached(workers, version=1)
+    running = {protocol.identity()[1]}
+    workers.run(protocol.refit(ticket(2), running))
+    workers.calls.clear()
+    with pytest.raises(errors.CommitFailed, match="earlier version are still running"):
+        workers.run(protocol.refit(ticket(3), running))
+    assert workers.calls == []
+    with pytest.raises(errors.CommitFailed, match="earlier version are still running"):
+        workers.run(protocol.attach(SPEC, running))
+    assert workers.methods == ["facts"], "attaching clears the idle slot"
+    assert protocol.require_live().version == 2
+    workers.run(protocol.refit(ticket(3), {protocol.identity()[1]}))
+
+
+def test_tickets_of_another_publisher_reach_no_worker() -> None:
+    """A second trainer with the same adapter counts the same sequences and versions."""
+    workers = Workers()
+    protocol = attached(workers, version=1)
+    other = make_spec(token=b"o" * 16)
+    assert other.layout_digest == SPEC.layout_digest
+    with pytest.raises(errors.StaleArena, match="version 2 belongs to another publisher"):
+        workers.run(protocol.refit(ticket(2, other)))
+    assert workers.calls == []
+    workers.run(protocol.attach(other))
+    workers.run(protocol.refit(ticket(2, other)))
 
 
 def test_tickets_of_another_layout_reach_no_worker() -> None:

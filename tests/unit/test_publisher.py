@@ -159,8 +159,23 @@ def test_versions_are_integers(live: Publisher) -> None:
     ticket = live.publish(np.int64(-5))
     assert type(ticket.version) is int
     assert live.export_packed().version == ticket.version == -5
+    assert type(live.publish(True).version) is int
     with pytest.raises(TypeError):
         live.publish(1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"r": None}, "lacks a number r or lora_alpha"),
+        ({"lora_alpha": "large"}, "lacks a number r or lora_alpha"),
+        ({"r": 0}, "a LoRA rank is at least 1"),
+        ({"dtype": torch.bfloat16}, "cannot be sent to an engine: .*torch.dtype"),
+    ],
+)
+def test_unusable_configs_are_refused(config: dict[str, object], message: str) -> None:
+    with pytest.raises(errors.UnsupportedAdapter, match=message):
+        Publisher(adapter_source(**config))
 
 
 def test_closing_twice_and_publishing_afterwards(source: DictSource) -> None:

@@ -44,7 +44,14 @@ ARENA = ArenaHandle(
     rank=0, pid=1, fd=2, token=b"\x00\xff" * 8, total_bytes=4096, entry_bytes=(24, 24)
 )
 SPEC = Spec(layout=LAYOUT, layout_digest=LAYOUT.digest(), arenas=(ARENA,))
-TICKET = Ticket(version=-3, sequence=9, layout_digest=LAYOUT.digest(), rank=1, pack_ms=0.25)
+TICKET = Ticket(
+    version=-3,
+    sequence=9,
+    layout_digest=LAYOUT.digest(),
+    publisher=SPEC.publisher,
+    rank=1,
+    pack_ms=0.25,
+)
 
 Message = Spec | Ticket
 

@@ -198,6 +198,22 @@ def test_incomplete_exports_are_refused(case: str) -> None:
         trace_export(DictSource(adapter(), exporter))
 
 
+GARBAGE: dict[str, Callable[[Tensors], object]] = {
+    "names only": lambda x: list(dict(export(x))),
+    "a number for a name": lambda x: enumerate(x.values()),
+    "no tensor": lambda x: [(name, None) for name, _ in export(x)],
+    "arrays": lambda x: [(name, tensor.numpy()) for name, tensor in export(x)],
+    "three things": lambda x: [(name, tensor, 1) for name, tensor in export(x)],
+}
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+def test_what_is_no_pair_of_name_and_tensor_is_refused(case: str) -> None:
+    source = DictSource(adapter(), GARBAGE[case])  # type: ignore[arg-type]
+    with pytest.raises(NotMovement, match="must yield pairs of a PEFT name and a torch.Tensor"):
+        trace_export(source)
+
+
 def test_no_parameters_at_all() -> None:
     with pytest.raises(CoverageError, match="is LoRA attached"):
         trace_export(DictSource({}, lambda x: []))

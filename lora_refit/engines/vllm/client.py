@@ -47,23 +47,27 @@ class RefitEngine:
 
         Once, or again after the trainer was restarted or its adapter changed: a version that is
         live stays live. Raises CoverageError for factors that the engine has no place for,
-        LayoutMismatch, UnsupportedAdapter, NotMovement or TransportUnavailable.
+        LayoutMismatch, UnsupportedAdapter, NotMovement or TransportUnavailable, and CommitFailed
+        while requests of a version before the live one are unfinished.
         """
-        return self._run(self._protocol.attach(spec))
+        return self._run(self._protocol.attach(spec, self._running_ids()))
 
     def refit(self, ticket: Ticket) -> RefitReport:
         """Put a published version live on all workers, or on none.
 
         Raises WriterTimeout if a trainer rank has not published it, StaleArena if its bytes are
-        not those published, CommitFailed if a worker could not write them.
+        not those published or the ticket is another publisher's, CommitFailed if a worker could
+        not write them or unfinished requests use the slot to be written.
         """
-        return self._run(self._protocol.refit(ticket, self._requests_running()))
+        return self._run(self._protocol.refit(ticket, self._running_ids()))
 
     def lora_request(self) -> LoRARequest:
         """The request object of the live version, for `llm.generate(..., lora_request=...)`.
 
         Its name and path carry version and digest, so prefix-cache entries of other versions
-        cannot match. Raises NotCommitted while nothing is live.
+        cannot match. Ask for it anew after every refit: vLLM looks at the id alone, so requests
+        made from an older object would get whatever its slot holds by then. Raises NotCommitted
+        while nothing is live.
         """
         name, lora_id, path = self._protocol.identity()
         return LoRARequest(lora_name=name, lora_int_id=lora_id, lora_path=path)
@@ -76,9 +80,12 @@ class RefitEngine:
         """Give slots and arenas back. Idempotent."""
         self._run(self._protocol.close())
 
-    def _requests_running(self) -> bool:
-        engine = getattr(self._llm, "llm_engine", None)
-        return bool(engine is not None and engine.has_unfinished_requests())
+    def _running_ids(self) -> frozenset[int]:
+        """LoRA ids of the engine's unfinished requests."""
+        states = self._llm.llm_engine.output_processor.request_states.values()
+        return frozenset(
+            state.lora_request.lora_int_id for state in states if state.lora_request is not None
+        )
 
     def _run(self, steps: Generator[rpc.Call, Sequence[rpc.Reply], T]) -> T:
         """Drive a protocol operation: send each call to all workers, hand it their replies."""

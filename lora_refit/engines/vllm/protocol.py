@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -21,6 +21,7 @@ from lora_refit.errors import (
     LayoutMismatch,
     NotCommitted,
     RefitError,
+    StaleArena,
 )
 from lora_refit.report import AttachReport, Attestation, RefitReport
 from lora_refit.spec import Spec, Ticket
@@ -62,13 +63,17 @@ class Protocol:
         self.poisoned: str | None = None
         self._spec: Spec | None = None
 
-    def attach(self, spec: Spec) -> Steps[AttachReport]:
-        """Attach every worker and check that the adapter reaches the engine whole."""
+    def attach(self, spec: Spec, running: Collection[int] = ()) -> Steps[AttachReport]:
+        """Attach every worker and check that the adapter reaches the engine whole.
+
+        running: LoRA ids of unfinished requests. Every slot but the live one is overwritten.
+        """
         facts = yield from _ask("facts", rpc.Nothing(), rpc.EngineFacts)
         lora_ids = self.lora_ids or self._choose_ids(facts)
         live = NO_LIVE
         if self.live is not None and self.poisoned is None:
             live = self.lora_ids[self.live.slot]
+        self._require_idle([id_ for id_ in lora_ids if id_ != live], running)
         request = rpc.AttachRequest(spec.to_bytes(), lora_ids, live, self.timeout_s)
         try:
             answers = yield from _ask("attach", request, rpc.AttachAnswer)
@@ -92,16 +97,15 @@ class Protocol:
             warnings=tuple(dict.fromkeys(line for answer in answers for line in answer.warnings)),
         )
 
-    def refit(self, ticket: Ticket, requests_running: bool = False) -> Steps[RefitReport]:
+    def refit(self, ticket: Ticket, running: Collection[int] = ()) -> Steps[RefitReport]:
         """Stage on all workers, then commit on all. Any failure leaves the live version live,
-        except one in the commit of an engine with a single slot, which poisons it."""
+        except one in the commit of an engine with a single slot, which poisons it.
+
+        running: LoRA ids of unfinished requests; the slot to be written must not be among them.
+        """
         self._check_ticket(ticket)
         slot = self._idle_slot()
-        if self.live is not None and slot == self.live.slot and requests_running:
-            raise CommitFailed(
-                "requests are running in the only slot; wait until they have finished, or start "
-                f"the engine with max_loras={MAX_SLOTS}"
-            )
+        self._require_idle([self.lora_ids[slot]], running)
         started = time.perf_counter()
         staged = yield from self._stage(ticket, slot)
         between = time.perf_counter()
@@ -180,6 +184,25 @@ class Protocol:
                 f"the ticket of version {ticket.version} belongs to another layout than the "
                 "attached spec; attach the publisher's current spec first"
             )
+        if ticket.publisher != self._spec.publisher:
+            raise StaleArena(
+                f"the ticket of version {ticket.version} belongs to another publisher than the "
+                "attached spec; attach that publisher's spec first"
+            )
+
+    def _require_idle(self, lora_ids: Sequence[int], running: Collection[int]) -> None:
+        """A request that is half-way would go on under its old name with other weights."""
+        if set(lora_ids).isdisjoint(running):
+            return
+        if len(self.lora_ids) == 1:
+            raise CommitFailed(
+                "requests are running in the only slot; wait until they have finished or abort "
+                f"them, or start the engine with max_loras={MAX_SLOTS}"
+            )
+        raise CommitFailed(
+            "requests of an earlier version are still running in the slot to be written; wait "
+            "until they have finished, or abort them"
+        )
 
     def _idle_slot(self) -> int:
         if self.live is None:
@@ -188,7 +211,7 @@ class Protocol:
 
     def _stage(self, ticket: Ticket, slot: int) -> Steps[list[rpc.StageAnswer]]:
         request = rpc.StageRequest(
-            slot, ticket.sequence, ticket.version, ticket.layout_digest, self.timeout_s
+            slot, ticket.sequence, ticket.version, ticket.publisher, self.timeout_s
         )
         try:
             staged = yield from _ask("stage", request, rpc.StageAnswer)

@@ -76,12 +76,13 @@ class EngineFacts(msgspec.Struct, frozen=True):
 
 
 class StageRequest(msgspec.Struct, frozen=True):
-    """slot: which of the attached slots to write at commit, as an index into lora_ids."""
+    """slot: which of the attached slots to write at commit, as an index into lora_ids.
+    publisher: of the ticket."""
 
     slot: int
     sequence: int
     version: int
-    layout_digest: bytes
+    publisher: bytes
     timeout_s: float
 
 

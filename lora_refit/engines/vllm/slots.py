@@ -71,7 +71,7 @@ class Slots:
         """Adapters that can be added without evicting one: vLLM keeps each on the CPU as well."""
         manager = self._manager
         slots = sum(lora_id is None for lora_id in manager.lora_index_to_id)
-        return min(slots, int(manager.capacity) - len(manager))
+        return max(0, min(slots, int(manager.capacity) - len(manager)))
 
     def views(self, slot: int) -> list[torch.Tensor]:
         """The slot's part of every buffer, in the order of `buffers`."""
@@ -91,7 +91,7 @@ class Slots:
         """
         manager = self._manager
         manager.remove_adapter(lora_id)
-        if self.free <= 0:
+        if self.free == 0:
             raise LayoutMismatch(
                 f"all {self.count} LoRA slots (or all {manager.capacity} CPU places) hold other "
                 "adapters; raise max_loras and max_cpu_loras, or remove an adapter"

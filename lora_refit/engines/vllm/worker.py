@@ -16,7 +16,7 @@ from lora_refit.engines.vllm.loader import Loader
 from lora_refit.engines.vllm.scatter import ArenaSet, scatter_plan_of
 from lora_refit.engines.vllm.slot_map import SlotMap, trace_engine
 from lora_refit.engines.vllm.slots import Slots
-from lora_refit.errors import CommitFailed, LayoutMismatch, NotCommitted, RefitError
+from lora_refit.errors import CommitFailed, LayoutMismatch, NotCommitted, RefitError, StaleArena
 from lora_refit.kernels import CopyKernel, digest
 from lora_refit.plan import Plan
 from lora_refit.spec import Spec
@@ -137,6 +137,9 @@ class WorkerRefit:
             self._take_slots(attached, request.live)
         except BaseException:
             arenas.close()
+            for lora_id in request.lora_ids:
+                if lora_id != request.live:
+                    self._slots.release(lora_id)
             raise
         self._candidate = attached
         return rpc.AttachAnswer(
@@ -161,12 +164,11 @@ class WorkerRefit:
     def stage(self, request: rpc.StageRequest) -> rpc.StageAnswer:
         """Wait for the version on every trainer rank and verify every byte of it."""
         attached = self._require_attached()
-        if request.layout_digest != attached.spec.layout_digest:
-            raise LayoutMismatch(
-                "the ticket belongs to another layout than the attached spec; attach the "
-                "publisher's current spec first"
+        if request.publisher != attached.spec.publisher:
+            raise StaleArena(
+                "the ticket belongs to another publisher than the attached spec; attach that "
+                "publisher's spec first"
             )
-        self._keep_slot(attached, request.slot)
         attached.staged = None
         verified = attached.arenas.pin_and_verify(
             request.sequence, request.version, request.timeout_s
@@ -184,10 +186,9 @@ class WorkerRefit:
         ):
             raise CommitFailed(f"version {request.version} is not staged; stage it first")
         index = staged.slot
+        # Not when staging: taking the only slot back zeroes it, and staging may fail afterwards.
+        self._keep_slot(attached, index)
         slot = attached.slots[index]
-        problem = self._slots.problem(attached.lora_ids[index], slot)
-        if problem is not None:
-            raise CommitFailed(f"{problem}; refit again to take the slot back")
         started = time.perf_counter()
         launches = attached.kernel.launches
         attached.committed[index] = None

@@ -1,0 +1,56 @@
+"""The Megatron source on stand-in modules: what it follows, and what it refuses to follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lora_refit.errors import LayoutMismatch
+from lora_refit.sources.megatron import MegatronSource
+
+
+class Adapter(torch.nn.Module):
+    """What is used of Megatron-Bridge's ParallelLinearAdapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear_in = torch.nn.Linear(8, 2, bias=False)
+        self.linear_out = torch.nn.Linear(2, 8, bias=False)
+        self.dim, self.alpha, self.input_is_parallel = 2, 6, False
+
+
+@pytest.fixture
+def chunk() -> torch.nn.Module:
+    layer = torch.nn.Module()
+    layer.adapter = Adapter()
+    chunk = torch.nn.Module()
+    chunk.proj = layer
+    return chunk
+
+
+@pytest.fixture
+def source(chunk: torch.nn.Module) -> MegatronSource:
+    return MegatronSource(chunk, export=lambda: [], config={"r": 2, "lora_alpha": 6})
+
+
+def test_replaced_and_frozen_parameters_are_followed(
+    chunk: torch.nn.Module, source: MegatronSource
+) -> None:
+    replaced = torch.nn.Parameter(torch.ones(2, 8), requires_grad=False)
+    chunk.proj.adapter.linear_in.weight = replaced
+    names = [name for name, _ in source.parameters()]
+    assert names == [f"0.proj.adapter.linear_{end}.weight" for end in ("in", "out")]
+    assert source.parameters()[0][1] is replaced
+
+
+@pytest.mark.parametrize(("attribute", "value"), [("alpha", 3), ("dim", 4)])
+def test_a_scale_that_changes_after_construction_is_named(
+    chunk: torch.nn.Module, source: MegatronSource, attribute: str, value: int
+) -> None:
+    """Engines fold alpha / r as it was at attach; a schedule would go past them unseen."""
+    before = getattr(chunk.proj.adapter, attribute)
+    setattr(chunk.proj.adapter, attribute, value)
+    with pytest.raises(LayoutMismatch, match=r"0\.proj\.adapter: its \(r, alpha\) was \(2, 6\)"):
+        source.parameters()
+    setattr(chunk.proj.adapter, attribute, before)
+    assert len(source.parameters()) == 2

@@ -65,9 +65,10 @@ class RefitEngine:
         """The request object of the live version, for `llm.generate(..., lora_request=...)`.
 
         Its name and path carry version and digest, so prefix-cache entries of other versions
-        cannot match. Ask for it anew after every refit: vLLM looks at the id alone, so requests
-        made from an older object would get whatever its slot holds by then. Raises NotCommitted
-        while nothing is live.
+        cannot match. Its id is this version's own: ask for the object anew after every refit. With
+        two slots an object serves until the second refit after it; then vLLM does not know its id,
+        looks for its path, finds no such adapter and fails. Raises NotCommitted while nothing is
+        live.
         """
         name, lora_id, path = self._protocol.identity()
         return LoRARequest(lora_name=name, lora_int_id=lora_id, lora_path=path)

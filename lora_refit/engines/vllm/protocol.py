@@ -37,9 +37,10 @@ Steps = Generator[rpc.Call, Replies, T]
 MAX_SLOTS = 2
 NO_LIVE = -1
 _FIRST_ID = 1 << 20
-_ID_CHOICES = 1 << 28
-"""Ids are drawn anew for each attach: above those that people choose, within 31 bits, and never
-those of an earlier handle, whose requests must not meet this one's slots."""
+_ID_CHOICES = 1 << 30
+"""A handle counts its ids up from a random one: above those that people choose, within 31 bits.
+Every version gets an id of its own, since an id is all by which vLLM finds the weights of a
+request: one that outlived its version must fail, not meet those of another."""
 
 
 class Live(msgspec.Struct, frozen=True):
@@ -62,6 +63,7 @@ class Protocol:
         self.live: Live | None = None
         self.poisoned: str | None = None
         self._spec: Spec | None = None
+        self._last_id = _FIRST_ID + secrets.randbelow(_ID_CHOICES)
 
     def attach(self, spec: Spec, running: Collection[int] = ()) -> Steps[AttachReport]:
         """Attach every worker and check that the adapter reaches the engine whole.
@@ -69,11 +71,12 @@ class Protocol:
         running: LoRA ids of unfinished requests. Every slot but the live one is overwritten.
         """
         facts = yield from _ask("facts", rpc.Nothing(), rpc.EngineFacts)
-        lora_ids = self.lora_ids or self._choose_ids(facts)
         live = NO_LIVE
         if self.live is not None and self.poisoned is None:
             live = self.lora_ids[self.live.slot]
-        self._require_idle([id_ for id_ in lora_ids if id_ != live], running)
+        self._require_idle([id_ for id_ in self.lora_ids if id_ != live], running)
+        held = self.lora_ids or (NO_LIVE,) * _slots_to_take(facts)
+        lora_ids = tuple(live if id_ == live != NO_LIVE else self._new_id() for id_ in held)
         request = rpc.AttachRequest(spec.to_bytes(), lora_ids, live, self.timeout_s)
         try:
             answers = yield from _ask("attach", request, rpc.AttachAnswer)
@@ -109,8 +112,10 @@ class Protocol:
         started = time.perf_counter()
         staged = yield from self._stage(ticket, slot)
         between = time.perf_counter()
-        committed = yield from self._commit(ticket, slot)
+        lora_id = self._new_id()
+        committed = yield from self._commit(ticket, slot, lora_id)
         finished = time.perf_counter()
+        self.lora_ids = (*self.lora_ids[:slot], lora_id, *self.lora_ids[slot + 1 :])
         self.live = Live(ticket.version, staged[0].digest, slot)
         self.poisoned = None
         return RefitReport(
@@ -166,15 +171,9 @@ class Protocol:
         tail = f"{self.adapter}@{live.version}/{live.digest}"
         return tail, self.lora_ids[live.slot], f"lora-refit://{tail}"
 
-    def _choose_ids(self, facts: Sequence[rpc.EngineFacts]) -> tuple[int, ...]:
-        free = min(item.free_slots for item in facts)
-        if free == 0:
-            raise LayoutMismatch(
-                f"all {facts[0].slots} LoRA slots are taken by other adapters; remove one or "
-                "start the engine with a higher max_loras"
-            )
-        first = _FIRST_ID + MAX_SLOTS * secrets.randbelow(_ID_CHOICES)
-        return tuple(range(first, first + min(free, MAX_SLOTS)))
+    def _new_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
 
     def _check_ticket(self, ticket: Ticket) -> None:
         if self._spec is None:
@@ -223,7 +222,7 @@ class Protocol:
             raise
         return staged
 
-    def _commit(self, ticket: Ticket, slot: int) -> Steps[list[rpc.CommitAnswer]]:
+    def _commit(self, ticket: Ticket, slot: int, lora_id: int) -> Steps[list[rpc.CommitAnswer]]:
         overwrites_live = self.live is not None and slot == self.live.slot
         if overwrites_live:
             # Until all workers have answered, the only slot may hold a mixture.
@@ -231,7 +230,9 @@ class Protocol:
         try:
             return (
                 yield from _ask(
-                    "commit", rpc.CommitRequest(ticket.sequence, ticket.version), rpc.CommitAnswer
+                    "commit",
+                    rpc.CommitRequest(ticket.sequence, ticket.version, lora_id),
+                    rpc.CommitAnswer,
                 )
             )
         except RefitError as error:
@@ -263,6 +264,16 @@ def _tell(method: str, request: msgspec.Struct) -> Steps[None]:
     """Best effort, for clean-up: errors are the lesser news and are dropped."""
     with contextlib.suppress(RefitError):
         yield _call(method, request)
+
+
+def _slots_to_take(facts: Sequence[rpc.EngineFacts]) -> int:
+    free = min(item.free_slots for item in facts)
+    if free == 0:
+        raise LayoutMismatch(
+            f"all {facts[0].slots} LoRA slots are taken by other adapters; remove one or start the "
+            "engine with a higher max_loras"
+        )
+    return min(free, MAX_SLOTS)
 
 
 def _check_coverage(spec: Spec, answers: Sequence[rpc.AttachAnswer]) -> None:

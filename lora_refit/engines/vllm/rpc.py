@@ -95,10 +95,11 @@ class StageAnswer(msgspec.Struct, frozen=True):
 
 
 class CommitRequest(msgspec.Struct, frozen=True):
-    """The version that was staged; anything else is refused."""
+    """The version that was staged; anything else is refused. lora_id: what it will be served as."""
 
     sequence: int
     version: int
+    lora_id: int
 
 
 class CommitAnswer(msgspec.Struct, frozen=True):

@@ -106,6 +106,18 @@ class Slots:
         self.clear(slot)
         return slot
 
+    def rename(self, old_id: int, new_id: int) -> None:
+        """Hand an adapter's slot, as it is, to another id; vLLM no longer knows the old one."""
+        manager = self._manager
+        slot = self._slot_of(old_id)
+        guard = manager.list_adapters()[old_id]
+        manager.remove_adapter(old_id)
+        guard.id = new_id
+        manager._registered_adapters[new_id] = guard
+        manager._active_adapters[new_id] = None
+        manager.lora_index_to_id[slot] = new_id
+        manager.pin_adapter(new_id)
+
     def release(self, lora_id: int) -> None:
         """Give the slot of an adapter id back, zeroed."""
         if lora_id in self._manager.lora_index_to_id:

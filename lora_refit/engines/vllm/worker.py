@@ -69,7 +69,7 @@ class Attached:
         self, spec: Spec, lora_ids: tuple[int, ...], slot_map: SlotMap, plan: Plan, arenas: ArenaSet
     ) -> None:
         self.spec = spec
-        self.lora_ids = lora_ids
+        self.lora_ids = list(lora_ids)
         self.slot_map = slot_map
         self.plan = plan
         self.arenas = arenas
@@ -187,11 +187,10 @@ class WorkerRefit:
             raise CommitFailed(f"version {request.version} is not staged; stage it first")
         index = staged.slot
         # Not when staging: taking the only slot back zeroes it, and staging may fail afterwards.
-        self._keep_slot(attached, index)
+        self._take_over(attached, index, request.lora_id)
         slot = attached.slots[index]
         started = time.perf_counter()
         launches = attached.kernel.launches
-        attached.committed[index] = None
         if index in attached.damaged:
             # The plan writes no padding, so damage there would outlive the commit.
             self._slots.clear(slot)
@@ -219,8 +218,10 @@ class WorkerRefit:
         if self._candidate is not None:
             candidate, self._candidate = self._candidate, None
             candidate.arenas.close()
-            if self._attached is None:
-                self._release_slots(candidate)
+            kept = self._attached.lora_ids if self._attached is not None else []
+            for lora_id in candidate.lora_ids:
+                if lora_id not in kept:
+                    self._slots.release(lora_id)
         return rpc.Nothing()
 
     def attest(self, request: rpc.AttestRequest) -> rpc.AttestAnswer:
@@ -248,12 +249,9 @@ class WorkerRefit:
         if self._attached is not None:
             attached, self._attached = self._attached, None
             attached.arenas.close()
-            self._release_slots(attached)
+            for lora_id in attached.lora_ids:
+                self._slots.release(lora_id)
         return rpc.Nothing()
-
-    def _release_slots(self, attached: Attached) -> None:
-        for lora_id in attached.lora_ids:
-            self._slots.release(lora_id)
 
     def _warnings(self) -> tuple[str, ...]:
         if self._loader.device.type != "cpu" or self._slots.free > 0:
@@ -280,6 +278,10 @@ class WorkerRefit:
     def _slot_map(self, spec: Spec, request: rpc.AttachRequest) -> SlotMap:
         """Trace under the ids that serve nothing; a known layout needs no second trace."""
         previous = self._attached
+        if previous is not None:
+            for lora_id in previous.lora_ids:
+                if lora_id != request.live:
+                    self._slots.release(lora_id)
         if previous is not None and previous.spec.layout_digest == spec.layout_digest:
             return previous.slot_map
         idle = tuple(id_ for id_ in request.lora_ids if id_ != request.live)
@@ -288,9 +290,6 @@ class WorkerRefit:
                 "the only slot serves the live version, so another layout cannot be traced; call "
                 "engine.close() first or start the engine with max_loras=2"
             )
-        if previous is not None:
-            for lora_id in idle:
-                self._slots.release(lora_id)
         layout = spec.layout
         return trace_engine(
             self._loader, self._slots, layout.export_map.factors, layout.peft_config, idle
@@ -309,15 +308,22 @@ class WorkerRefit:
             else:
                 attached.slots.append(self._slots.reserve(lora_id, rank))
 
-    def _keep_slot(self, attached: Attached, index: int) -> None:
-        """Take a slot back that vLLM gave away: a sleep, a base reload, an eviction."""
-        lora_id = attached.lora_ids[index]
-        if self._slots.problem(lora_id, attached.slots[index]) is None:
-            return
+    def _take_over(self, attached: Attached, index: int, lora_id: int) -> None:
+        """Put a slot under the id of the version to come, before anything of it is written.
+
+        So no request of an earlier version can meet the new weights. A slot that vLLM gave away
+        (a sleep, a base reload, an eviction) is taken back.
+        """
+        before = attached.lora_ids[index]
         attached.committed[index] = None
-        rank = int(attached.spec.layout.peft_config["r"])
-        attached.slots[index] = self._slots.reserve(lora_id, rank)
-        self._allocations += 1
+        if self._slots.problem(before, attached.slots[index]) is None:
+            self._slots.rename(before, lora_id)
+        else:
+            self._slots.release(before)
+            rank = int(attached.spec.layout.peft_config["r"])
+            attached.slots[index] = self._slots.reserve(lora_id, rank)
+            self._allocations += 1
+        attached.lora_ids[index] = lora_id
 
     def _differences(self, now: npt.NDArray[np.uint64], then: npt.NDArray[np.uint64]) -> str:
         wrong = np.flatnonzero(now != then)

@@ -13,7 +13,7 @@ import pytest
 
 from lora_refit.testing.engine import cpu_engine_environment, start_engine_server
 
-FOLDERS = ("unit", "real", "faults")
+FOLDERS = ("unit", "sanitize", "real", "faults")
 """Folders in the order they run: the cheap and basic first. Others come last."""
 
 SESSION_MARK = "LORA_REFIT_TEST_SESSION"

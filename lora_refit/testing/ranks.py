@@ -230,14 +230,18 @@ def _serve(commands: Connection, rank: int, world_size: int, rendezvous: str, th
     )
     state: dict[str, Any] = {}
     while (command := _next_command(commands)) is not None:
-        try:
-            function, arguments = pickle.loads(command)
-            answer = _encode((True, function(state, *arguments)))
-        except Exception:
-            answer = _encode((False, traceback.format_exc()))
-        commands.send_bytes(answer)
+        # Not kept in a variable: freeing a large answer would burden whoever calls next.
+        commands.send_bytes(_answer(state, command))
     state.clear()
     torch.distributed.destroy_process_group()
+
+
+def _answer(state: dict[str, Any], command: bytes) -> bytes:
+    try:
+        function, arguments = pickle.loads(command)
+        return _encode((True, function(state, *arguments)))
+    except Exception:
+        return _encode((False, traceback.format_exc()))
 
 
 def _next_command(commands: Connection) -> bytes | None:

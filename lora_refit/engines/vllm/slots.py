@@ -56,6 +56,8 @@ class Slots:
         self._manager = manager
         self._tensors: list[torch.Tensor] = []
         self.buffers: tuple[SlotBuffer, ...] = self._enumerate()
+        self._bases = np.asarray([tensor.data_ptr() for tensor in self._tensors], np.uint64)
+        self._nbytes = np.asarray([tensor[0].nbytes for tensor in self._tensors], np.uint64)
         self._enabled_flags = [
             module.adapter_enabled
             for module in manager.modules.values()
@@ -78,11 +80,12 @@ class Slots:
         return [tensor[slot] for tensor in self._tensors]
 
     def addresses(self, slot: int) -> npt.NDArray[np.uint64]:
-        return np.asarray([view.data_ptr() for view in self.views(slot)], np.uint64)
+        """Address of the slot's part of every buffer, uint64 [buffers]."""
+        return self._bases + np.uint64(slot) * self._nbytes
 
     def nbytes(self) -> npt.NDArray[np.uint64]:
         """Bytes of one slot in every buffer."""
-        return np.asarray([view.nbytes for view in self.views(0)], np.uint64)
+        return self._nbytes
 
     def reserve(self, lora_id: int, rank: int) -> int:
         """Take a zeroed slot for an adapter id, pinned, and return its index.
@@ -172,7 +175,7 @@ class Slots:
                         continue
                     seen.add(key)
                     self._tensors.append(tensor)
-                    buffers.append(_describe(name, attribute, index, tensor[0]))
+                    buffers.append(_describe(name, attribute, index, tensor))
         return tuple(buffers)
 
     def _is_slot_buffer(self, tensor: Any) -> bool:
@@ -185,9 +188,10 @@ def _storage_key(tensor: Any) -> tuple[int, int]:
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
 
 
-def _describe(module: str, attribute: str, index: int, view: torch.Tensor) -> SlotBuffer:
-    if not view.is_contiguous():
+def _describe(module: str, attribute: str, index: int, tensor: torch.Tensor) -> SlotBuffer:
+    if not tensor.is_contiguous():
         raise LayoutMismatch(f"{module}.{attribute}[{index}]: its slots are not contiguous")
+    view = tensor[0]
     return SlotBuffer(
         module=module,
         attribute=attribute,

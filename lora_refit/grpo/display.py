@@ -15,6 +15,8 @@ from typing_extensions import Self
 
 from lora_refit.grpo.metrics import RunReport, StepMetrics
 
+_PHASES = ("pack", "stage", "commit")
+
 
 class Display:
     """A progress bar with one line for each step above it; also appends to `metrics.jsonl`."""
@@ -50,13 +52,15 @@ class Display:
         """Show and record one step."""
         with self._metrics_path.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
+        phases = " ".join(f"{name} {metrics.refit_ms[name]:.1f}" for name in _PHASES)
         self._progress.console.print(
-            f"[dim]step[/dim] {metrics.step:3d}  "
+            f"[dim]step[/dim] {metrics.step:3d}  [dim]version[/dim] {metrics.version}  "
             f"[dim]reward[/dim] [bold]{metrics.reward:.3f}[/bold]  "
             f"[dim]loss[/dim] {metrics.loss:+.4f}  "
             f"[dim]gen_kl[/dim] {metrics.gen_kl_error:.1e}  "
             f"[dim]|dp|[/dim] {metrics.token_prob_error:.1e}  "
-            f"[dim]refit[/dim] {metrics.refit_s * 1e3:.1f} ms ({metrics.refit_share:.2%})  "
+            f"[dim]refit[/dim] {metrics.refit_s * 1e3:.1f} ms "
+            f"[dim]({phases}; {metrics.refit_share:.2%} of the step)[/dim]  "
             f"[dim]rollout[/dim] {metrics.rollout_s:.1f} s  "
             f"[dim]train[/dim] {metrics.train_s:.1f} s",
             highlight=False,

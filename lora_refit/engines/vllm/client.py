@@ -115,7 +115,8 @@ class RefitEngine:
         except Exception as error:
             raise CommitFailed(
                 f"the engine did not answer {call.method!r} on all workers: {error!r}; a worker "
-                "may be gone, then restart the engine"
+                "may be gone, then restart the engine, or it was started without "
+                'worker_extension_cls="lora_refit.vllm.WorkerExtension"'
             ) from error
         replies = [msgspec.msgpack.decode(answer, type=rpc.Reply) for answer in answers]
         if any(reply.call_id != call_id for reply in replies):

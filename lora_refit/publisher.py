@@ -120,6 +120,8 @@ class Publisher:
         version = int(operator.index(version))  # index() alone returns True for True
         # A failed publish uses its sequence up as well, so that all ranks stay in step.
         self._sequence = sequence = self._sequence + 1
+        if not -(2**63) <= version < 2**63:
+            raise LayoutMismatch(f"version {version} does not fit in 64 bits")
         addresses = self._source_addresses()
         half = self._writer.begin(sequence)
         try:

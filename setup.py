@@ -11,8 +11,8 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "lora_refit._C",
-            sources=sorted(["csrc/bindings.cpp", *glob("csrc/cpu/*.cpp")]),
-            depends=sorted([*glob("csrc/*.h"), *glob("csrc/cpu/*.h")]),
+            sources=sorted(["csrc/bindings.cpp", *glob("csrc/plan/*.cpp"), *glob("csrc/cpu/*.cpp")]),
+            depends=sorted(glob("csrc/**/*.h", recursive=True)),
             include_dirs=["csrc"],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-Werror", "-pthread"],

@@ -4,9 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu/convert.h"
-#include "cpu/digest_sum.h"
+#include "convert.h"
 #include "cpu/simd.h"
+#include "cpu/word_weights.h"
+#include "digest_sum.h"
 
 namespace lora_refit {
 

@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "cpu/convert.h"
+#include "convert.h"
 #include "cpu/copy.h"
 #include "cpu/digest.h"
 

@@ -16,7 +16,7 @@ COMPILE = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread",
 
 @pytest.fixture(scope="module")
 def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fuzz driver, built with every source file of csrc/cpu."""
+    """The fuzz driver, built with every source file of the copy program."""
     compiler = os.environ.get("CXX", "g++")
     folder = tmp_path_factory.mktemp("sanitize")
 
@@ -26,7 +26,8 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run([compiler, *COMPILE, include, "-c", str(source), "-o", target], check=True)
         return target
 
-    sources = [Path(__file__).with_name("fuzz_copy.cpp"), *(ROOT / "csrc/cpu").glob("*.cpp")]
+    parts = [*(ROOT / "csrc/plan").glob("*.cpp"), *(ROOT / "csrc/cpu").glob("*.cpp")]
+    sources = [Path(__file__).with_name("fuzz_copy.cpp"), *parts]
     with ThreadPoolExecutor(max_workers=2) as pool:
         objects = list(pool.map(compile_one, sources))
     program = folder / "fuzz_copy"

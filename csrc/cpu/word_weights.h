@@ -1,4 +1,4 @@
-// Accumulates the digest of one destination buffer.
+// The word weights of the digest as a table, for the CPU's vector loads.
 #pragma once
 
 #include <array>
@@ -18,26 +18,5 @@ constexpr std::array<uint32_t, kChunkWords + kWeightPadding> make_word_weights()
 }
 
 alignas(64) inline constexpr auto kWordWeights = make_word_weights();
-
-// Runs of one chunk mostly come one after the other, so the chunk weight is applied when the
-// chunk changes.
-class DigestSum {
- public:
-  void add(uint64_t chunk, uint64_t weighted_words) {
-    if (chunk != chunk_) {
-      folded_ += pending_ * chunk_weight(chunk_);
-      pending_ = 0;
-      chunk_ = chunk;
-    }
-    pending_ += weighted_words;
-  }
-
-  uint64_t value() const { return folded_ + pending_ * chunk_weight(chunk_); }
-
- private:
-  uint64_t folded_ = 0;
-  uint64_t pending_ = 0;
-  uint64_t chunk_ = 0;
-};
 
 }  // namespace lora_refit

@@ -9,19 +9,19 @@
 
 namespace lora_refit {
 
-inline float float_from_bits(uint32_t bits) {
+LORA_REFIT_HOST_DEVICE inline float float_from_bits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-inline uint32_t bits_of_float(float value) {
+LORA_REFIT_HOST_DEVICE inline uint32_t bits_of_float(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-inline float f16_to_float(uint16_t half) {
+LORA_REFIT_HOST_DEVICE inline float f16_to_float(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = half & 0x7FFFu;
   if (magnitude < 0x0400u) {  // zero or subnormal: an integer multiple of 2^-24
@@ -35,7 +35,7 @@ inline float f16_to_float(uint16_t half) {
   return float_from_bits(sign | ((magnitude << 13) + ((127u - 15u) << 23)));
 }
 
-inline uint16_t float_to_f16(float value) {
+LORA_REFIT_HOST_DEVICE inline uint16_t float_to_f16(float value) {
   const uint32_t bits = bits_of_float(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -54,11 +54,11 @@ inline uint16_t float_to_f16(float value) {
   return static_cast<uint16_t>(sign | (rounded >> 13));
 }
 
-inline float bf16_to_float(uint16_t value) {
+LORA_REFIT_HOST_DEVICE inline float bf16_to_float(uint16_t value) {
   return float_from_bits(static_cast<uint32_t>(value) << 16);
 }
 
-inline uint16_t float_to_bf16(float value) {
+LORA_REFIT_HOST_DEVICE inline uint16_t float_to_bf16(float value) {
   const uint32_t bits = bits_of_float(value);
   const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
   const uint32_t rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
@@ -71,22 +71,22 @@ struct Element;
 template <>
 struct Element<DType::kF32> {
   using Bits = uint32_t;
-  static float to_float(Bits bits) { return float_from_bits(bits); }
-  static Bits from_float(float value) { return bits_of_float(value); }
+  LORA_REFIT_HOST_DEVICE static float to_float(Bits bits) { return float_from_bits(bits); }
+  LORA_REFIT_HOST_DEVICE static Bits from_float(float value) { return bits_of_float(value); }
 };
 
 template <>
 struct Element<DType::kF16> {
   using Bits = uint16_t;
-  static float to_float(Bits bits) { return f16_to_float(bits); }
-  static Bits from_float(float value) { return float_to_f16(value); }
+  LORA_REFIT_HOST_DEVICE static float to_float(Bits bits) { return f16_to_float(bits); }
+  LORA_REFIT_HOST_DEVICE static Bits from_float(float value) { return float_to_f16(value); }
 };
 
 template <>
 struct Element<DType::kBF16> {
   using Bits = uint16_t;
-  static float to_float(Bits bits) { return bf16_to_float(bits); }
-  static Bits from_float(float value) { return float_to_bf16(value); }
+  LORA_REFIT_HOST_DEVICE static float to_float(Bits bits) { return bf16_to_float(bits); }
+  LORA_REFIT_HOST_DEVICE static Bits from_float(float value) { return float_to_bf16(value); }
 };
 
 // What a block does to each value besides moving it.
@@ -97,8 +97,18 @@ enum class Scaling {
 };
 inline constexpr int kScalingCount = 3;
 
+// `value * scale` with the NaNs of x86: a NaN operand goes through, made quiet, and infinity times
+// zero is the negative quiet NaN. `scale` must be finite.
+LORA_REFIT_HOST_DEVICE inline float multiply(float value, float scale) {
+  const uint32_t bits = bits_of_float(value);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return float_from_bits(bits | 0x00400000u);
+  const float product = value * scale;
+  return product == product ? product : float_from_bits(0xFFC00000u);
+}
+
 template <DType kSrc, DType kDst, Scaling kScaling>
-typename Element<kDst>::Bits convert(typename Element<kSrc>::Bits bits, float scale) {
+LORA_REFIT_HOST_DEVICE typename Element<kDst>::Bits convert(typename Element<kSrc>::Bits bits,
+                                                            float scale) {
   using To = Element<kDst>;
   if constexpr (kScaling == Scaling::kNone && kSrc == kDst) {
     return bits;
@@ -107,9 +117,9 @@ typename Element<kDst>::Bits convert(typename Element<kSrc>::Bits bits, float sc
     if constexpr (kScaling == Scaling::kNone) {
       return To::from_float(value);
     } else if constexpr (kScaling == Scaling::kBeforeCast) {
-      return To::from_float(value * scale);
+      return To::from_float(multiply(value, scale));
     } else {
-      return To::from_float(To::to_float(To::from_float(value)) * scale);
+      return To::from_float(multiply(To::to_float(To::from_float(value)), scale));
     }
   }
 }

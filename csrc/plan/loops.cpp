@@ -1,4 +1,4 @@
-#include "cpu/loops.h"
+#include "plan/loops.h"
 
 #include <algorithm>
 #include <array>

@@ -1,4 +1,4 @@
-#include "cpu/block_check.h"
+#include "plan/block_check.h"
 
 #include <cmath>
 #include <stdexcept>

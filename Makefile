@@ -24,11 +24,13 @@ venv: .venv/built
 # The full dependencies of these conflict with one another and hold gigabytes that are never
 # imported here; requirements/unresolved.txt gives the reason for each.
 	$(PIP) --no-deps --ignore-requires-python -r requirements/unresolved.txt
+	$(PIP) --no-deps -r requirements/cuda.txt
 	touch $@
 
+# The kernels are compiled on every machine, with or without a GPU.
 # Without isolation the build uses the pinned setuptools and pybind11 instead of fetching others.
 .venv/built: .venv/installed $(EXTENSION_SOURCES)
-	$(PIP) --no-build-isolation --no-deps --editable .
+	LORA_REFIT_CUDA=1 $(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
 test: venv

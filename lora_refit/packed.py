@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lora_refit.arena import ArenaReader
+from lora_refit.devices import CPU, zeroed_bytes
 from lora_refit.errors import StaleArena
 from lora_refit.plan import Buffer, Plan, compose
 from lora_refit.spec import Layout, Spec
@@ -50,8 +51,8 @@ class PackedView:
         }
 
 
-def gather_packed(spec: Spec) -> PackedView:
-    """Gather the newest version that all arenas hold into one new buffer.
+def gather_packed(spec: Spec, device: torch.device = CPU) -> PackedView:
+    """Gather the newest version that all arenas hold into one new buffer on the device.
 
     Raises StaleArena if the ranks' newest versions differ, TransportUnavailable if an arena cannot
     be mapped.
@@ -60,10 +61,10 @@ def gather_packed(spec: Spec) -> PackedView:
     dtype: torch.dtype = getattr(torch, layout.dtype)
     entries, total = _manifest(layout, dtype)
     plan = packed_plan(layout)
-    buffer = torch.zeros(total, dtype=torch.uint8)
+    buffer = zeroed_bytes(total, device)
     with ExitStack() as stack:
         readers = [
-            stack.enter_context(closing(ArenaReader(handle, spec.layout_digest)))
+            stack.enter_context(closing(ArenaReader(handle, spec.layout_digest, device=device)))
             for handle in spec.arenas
         ]
         newest = [reader.latest() for reader in readers]
@@ -78,7 +79,7 @@ def gather_packed(spec: Spec) -> PackedView:
             reader.entry_addresses(half) for reader, half in zip(readers, halves, strict=True)
         ]
         offsets = np.asarray([entry.offset for entry in entries], np.uint64)
-        plan.kernel().run(np.concatenate(sources), offsets + np.uint64(buffer.data_ptr()))
+        plan.kernel(device).run(np.concatenate(sources), offsets + np.uint64(buffer.data_ptr()))
     return PackedView(version, dtype, buffer, entries)
 
 

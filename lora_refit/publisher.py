@@ -16,7 +16,9 @@ import numpy.typing as npt
 import torch
 
 from lora_refit.arena import ArenaLayout, ArenaWriter
+from lora_refit.arena.writer import MEMORY_KINDS
 from lora_refit.collectives import ProcessGroup, all_gather_bytes, same_outcome, world
+from lora_refit.devices import common_device, device_of
 from lora_refit.errors import LayoutMismatch, TransportUnavailable, UnsupportedAdapter
 from lora_refit.kernels import SCALE_ONCE
 from lora_refit.messages import ArenaHandle
@@ -44,6 +46,9 @@ class Publisher:
         multiplies, bit-equal to the engine's own loader. "once" multiplies here in fp32 and
         rounds once: up to one unit in the last place nearer to the trainer, and not bit-equal.
     timeout_s: how long `publish` waits for readers of the half that it is about to overwrite.
+    memory: where a GPU's arena lies: "auto", "ipc", "vmm" or "host", as for ArenaWriter.
+
+    The adapter must lie on one device; the arena is in its memory, or shared memory on a CPU.
 
     Raises what `trace_export` raises: NotMovement, CoverageError, UnsupportedAdapter.
     """
@@ -57,8 +62,9 @@ class Publisher:
         *,
         scale_rounding: str = "engine",
         timeout_s: float = 60.0,
+        memory: str = "auto",
     ) -> None:
-        _check_arguments(dtype, exchange, scale_rounding)
+        _check_arguments(dtype, exchange, scale_rounding, memory)
         self._source = source
         self._dtype = dtype
         self._rank, _ = world(group)
@@ -73,13 +79,16 @@ class Publisher:
         _require_same_layout(layout, group)
         own = tuple(item for item in export_map.parameters if item.rank == self._rank)
         self._plan = pack_plan(own, layout, self._rank)
-        self._kernel = same_outcome(self._plan.kernel, group)
+        self._device = same_outcome(lambda: common_device(source.parameters()), group)
+        self._kernel = same_outcome(lambda: self._plan.kernel(self._device), group)
         self._writer = same_outcome(
             lambda: ArenaWriter(
                 ArenaLayout(tuple(math.prod(item.shape) * dtype.itemsize for item in own)),
                 rank=self._rank,
                 layout_digest=layout.digest(),
                 timeout_s=timeout_s,
+                device=self._device,
+                memory=memory,
             ),
             group,
         )
@@ -109,12 +118,13 @@ class Publisher:
         """Pack launches so far: one for each publish."""
         return self._kernel.launches
 
-    def publish(self, version: int) -> Ticket:
+    def publish(self, version: int, stream: object | None = None) -> Ticket:
         """Pack this rank's parameters as `version`. Local: one launch, no collective.
 
-        Call it on every rank after the optimizer's step. Raises ReaderTimeout if a worker still
-        reads the half to be overwritten, LayoutMismatch if the parameters changed since tracing;
-        earlier versions stay as they were.
+        Call it on every rank after the optimizer's step. The pack follows what `stream` (of a GPU;
+        torch's current one by default) was given before, and has finished when this returns.
+        Raises ReaderTimeout if a worker still reads the half to be overwritten, LayoutMismatch if
+        the parameters changed since tracing; earlier versions stay as they were.
         """
         started = time.perf_counter()
         version = int(operator.index(version))  # index() alone returns True for True
@@ -122,10 +132,11 @@ class Publisher:
         self._sequence = sequence = self._sequence + 1
         if not -(2**63) <= version < 2**63:
             raise LayoutMismatch(f"version {version} does not fit in 64 bits")
+        self._source.settle()
         addresses = self._source_addresses()
         half = self._writer.begin(sequence)
         try:
-            digests = self._kernel.run(addresses, self._writer.entry_addresses(half))
+            digests = self._kernel.run(addresses, self._writer.entry_addresses(half), stream)
             self._writer.publish(sequence, version, digests)
         except BaseException:
             self._writer.abandon(sequence)
@@ -145,7 +156,7 @@ class Publisher:
         Local: reads the arenas of all ranks, so every rank must have published the version. With
         `path`, also writes a PEFT directory there. Values are in the publisher's dtype.
         """
-        view = gather_packed(self._spec)
+        view = gather_packed(self._spec, self._device)
         if path is not None:
             write_peft_directory(view, self._spec.layout, Path(path))
         return view
@@ -170,7 +181,7 @@ class Publisher:
         tensors = [tensor for _, tensor in self._source.parameters()]
         state = [(t.data_ptr(), t.shape, t.dtype, t.is_contiguous()) for t in tensors]
         if state != self._state:
-            _check_unchanged(tensors, self._parameters)
+            _check_unchanged(tensors, self._parameters, self._device)
             self._addresses = np.asarray([address for address, *_ in state], np.uint64)
             self._state = state
         return self._addresses
@@ -239,7 +250,7 @@ def _plain_config(source: Source) -> dict[str, Any]:
     return plain
 
 
-def _check_arguments(dtype: torch.dtype, exchange: str, scale_rounding: str) -> None:
+def _check_arguments(dtype: torch.dtype, exchange: str, scale_rounding: str, memory: str) -> None:
     if dtype not in ENGINE_DTYPES:
         raise UnsupportedAdapter(f"dtype {dtype}: engines hold LoRA slots in {ENGINE_DTYPES}")
     if exchange not in ("auto", "peer"):
@@ -249,6 +260,8 @@ def _check_arguments(dtype: torch.dtype, exchange: str, scale_rounding: str) -> 
         )
     if scale_rounding not in ("engine", "once"):
         raise UnsupportedAdapter(f'scale_rounding={scale_rounding!r}: use "engine" or "once"')
+    if memory not in MEMORY_KINDS:
+        raise TransportUnavailable(f"memory={memory!r}: use one of {', '.join(MEMORY_KINDS)}")
 
 
 def _require_same_layout(layout: Layout, group: ProcessGroup | None) -> None:
@@ -268,7 +281,9 @@ def _exchange_handles(handle: ArenaHandle, group: ProcessGroup | None) -> tuple[
     )
 
 
-def _check_unchanged(tensors: Sequence[torch.Tensor], traced: Sequence[Parameter]) -> None:
+def _check_unchanged(
+    tensors: Sequence[torch.Tensor], traced: Sequence[Parameter], device: torch.device
+) -> None:
     if len(tensors) != len(traced):
         raise LayoutMismatch(
             f"{len(tensors)} adapter parameters, but {len(traced)} were traced; build a new "
@@ -285,7 +300,8 @@ def _check_unchanged(tensors: Sequence[torch.Tensor], traced: Sequence[Parameter
             raise LayoutMismatch(f"{before.label}: is not contiguous; call .contiguous() on it")
         if not has_storage(tensor):
             raise LayoutMismatch(f"{before.label}: has no storage (offloaded?); reload it first")
-        if tensor.device.type != "cpu":
-            raise TransportUnavailable(
-                f"{before.label}: on {tensor.device}; this build has the CPU backend only"
+        if device_of(tensor) != device:
+            raise LayoutMismatch(
+                f"{before.label}: on {device_of(tensor)}, the publisher was built on {device}; "
+                "bring it back, or build a new Publisher"
             )

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from lora_refit.errors import LayoutMismatch
+from lora_refit.messages import HostStorage, Storage
 
 PAGE_BYTES = 4096
 ENTRY_ALIGNMENT = 256
@@ -75,4 +76,9 @@ class ArenaLayout:
 
     @property
     def total_bytes(self) -> int:
+        """With both halves; the shared memory file of an arena in GPU memory has only the page."""
         return self.control_bytes + HALVES * self.half_bytes
+
+    def file_bytes(self, storage: Storage) -> int:
+        """Size of the shared memory file, given where the data halves lie."""
+        return self.total_bytes if isinstance(storage, HostStorage) else self.control_bytes

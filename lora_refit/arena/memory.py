@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lora_refit.arena.capacity import available_bytes
-from lora_refit.arena.control import ControlPage, address_of
+from lora_refit.arena.control import ControlPage
 from lora_refit.arena.layout import HALVES, ArenaLayout
 from lora_refit.arena.liveness import ByteLocks
+from lora_refit.arena.region import Region
 from lora_refit.errors import TransportUnavailable
 from lora_refit.messages import ArenaHandle
 
@@ -91,30 +92,27 @@ class MappedArena:
 
     Args:
         memory_fd: stays the caller's.
-        writable: whether the data halves may be written; the control page always may.
+        region: the data halves; closed with the arena, and by the caller if this raises.
 
     Raises:
         OSError: no address space, file descriptors or /proc left.
     """
 
-    def __init__(self, memory_fd: int, layout: ArenaLayout, *, writable: bool) -> None:
+    def __init__(self, memory_fd: int, layout: ArenaLayout, region: Region) -> None:
         self.owner_pid = os.getpid()
+        self._region = region
         with contextlib.ExitStack() as undo:
             self.locks = ByteLocks(memory_fd)
             undo.callback(self.locks.close)
             self._control = mmap.mmap(memory_fd, layout.control_bytes)
-            undo.callback(self._control.close)
-            # Populated, so that no refit pays for page faults.
-            self._data = mmap.mmap(
-                memory_fd,
-                HALVES * layout.half_bytes,
-                flags=mmap.MAP_SHARED | mmap.MAP_POPULATE,
-                prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
-                offset=layout.control_bytes,
-            )
             undo.pop_all()
         self.page = ControlPage(self._control, layout)
-        self._entry_addresses = _entry_addresses(address_of(self._data), layout)
+        self._entry_addresses = _entry_addresses(region.address, layout)
+
+    @property
+    def transport(self) -> str:
+        """How the bytes travel, for reports."""
+        return self._region.transport
 
     def entry_addresses(self, half: int) -> npt.NDArray[np.uint64]:
         """Address of each entry in this process, uint64 [entries]; read-only array."""
@@ -127,11 +125,11 @@ class MappedArena:
 
     @property
     def closed(self) -> bool:
-        return self._data.closed
+        return self._control.closed
 
     def close(self) -> None:
         """Unmap, and unlock unless in a forked child; may be called again."""
-        self._data.close()
+        self._region.close()
         self._control.close()
         self.locks.close()
 

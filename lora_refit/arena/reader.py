@@ -9,14 +9,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from lora_refit.arena import device_region
 from lora_refit.arena.control import Identity
 from lora_refit.arena.layout import HALVES, READER_CAPACITY, ArenaLayout
 from lora_refit.arena.liveness import WRITER_BYTE
 from lora_refit.arena.memory import MappedArena, open_memory, transport_errors
+from lora_refit.arena.region import HostRegion, Region
 from lora_refit.arena.waiting import attempts
+from lora_refit.devices import CPU
 from lora_refit.errors import LayoutMismatch, StaleArena, TransportUnavailable, WriterTimeout
-from lora_refit.messages import ArenaHandle
+from lora_refit.messages import ArenaHandle, HostStorage
 
 
 @dataclass(frozen=True)
@@ -41,24 +45,33 @@ class ArenaReader:
         handle: from the trainer's spec.
         layout_digest: 32 bytes, from the trainer's spec.
         timeout_s: longest wait for a sequence, in seconds.
+        device: where the kernels that read the arena run.
 
     Raises:
         TransportUnavailable: the arena cannot be opened from here, or has 64 readers already.
         LayoutMismatch: the arena was packed for another spec.
     """
 
-    def __init__(self, handle: ArenaHandle, layout_digest: bytes, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        handle: ArenaHandle,
+        layout_digest: bytes,
+        timeout_s: float = 60.0,
+        *,
+        device: torch.device = CPU,
+    ) -> None:
         self._trainer = f"trainer rank {handle.rank} (pid {handle.pid})"
         self._name = f"arena of {self._trainer}"
         self._timeout_s = timeout_s
         self._pinned = 0
         layout = ArenaLayout(handle.entry_bytes)
-        if layout.total_bytes != handle.total_bytes:
+        needed = layout.file_bytes(handle.storage)
+        if needed != handle.total_bytes:
             raise LayoutMismatch(
                 f"{self._name}: the handle says {handle.total_bytes} bytes, its entries need "
-                f"{layout.total_bytes}; install the same lora_refit on both sides"
+                f"{needed}; install the same lora_refit on both sides"
             )
-        self._mapped = self._map(handle, layout)
+        self._mapped = self._map(handle, layout, device)
         with contextlib.ExitStack() as undo:
             undo.callback(self._mapped.close)
             self._page = self._mapped.page
@@ -68,17 +81,26 @@ class ArenaReader:
             self._finalizer = weakref.finalize(self, _detach, self._mapped, self._index)
             undo.pop_all()
 
-    def _map(self, handle: ArenaHandle, layout: ArenaLayout) -> MappedArena:
+    @property
+    def transport(self) -> str:
+        """How the bytes travel, for reports."""
+        return self._mapped.transport
+
+    def _map(self, handle: ArenaHandle, layout: ArenaLayout, device: torch.device) -> MappedArena:
         remedy = (
             'the trainer must run as the same user in the same pid namespace; use exchange="bytes" '
             "where it does not, and attach again where it was restarted"
         )
-        with transport_errors(self._name, remedy):
+        with transport_errors(self._name, remedy), contextlib.ExitStack() as undo:
             memory_fd = open_memory(handle)
             try:
-                return MappedArena(memory_fd, layout, writable=False)
+                region = _open_region(handle, memory_fd, layout, device, self._name)
+                undo.callback(region.close)
+                mapped = MappedArena(memory_fd, layout, region)
             finally:
                 os.close(memory_fd)
+            undo.pop_all()
+            return mapped
 
     def _take_index(self) -> int:
         for index in range(READER_CAPACITY):
@@ -190,3 +212,18 @@ def _detach(mapped: MappedArena, index: int) -> None:
         mapped.page.release_pin(index)
         mapped.page.set_reader_pid(index, 0)
     mapped.close()
+
+
+def _open_region(
+    handle: ArenaHandle, memory_fd: int, layout: ArenaLayout, device: torch.device, arena: str
+) -> Region:
+    if device.type != "cpu":
+        return device_region.open_on_device(
+            handle.storage, memory_fd, layout, device, handle.token, arena
+        )
+    if not isinstance(handle.storage, HostStorage):
+        raise TransportUnavailable(
+            f"{arena}: lies in the memory of {handle.storage.device}, but the engine's slots are "
+            'on the CPU; build the Publisher with memory="host"'
+        )
+    return HostRegion(memory_fd, layout, writable=False)

@@ -9,7 +9,9 @@ import weakref
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from lora_refit.arena import device_region
 from lora_refit.arena.control import Identity
 from lora_refit.arena.layout import (
     HALVES,
@@ -20,9 +22,13 @@ from lora_refit.arena.layout import (
 )
 from lora_refit.arena.liveness import WRITER_BYTE
 from lora_refit.arena.memory import MappedArena, create_memory, transport_errors
+from lora_refit.arena.region import HostRegion, Region
 from lora_refit.arena.waiting import attempts
-from lora_refit.errors import LayoutMismatch, ReaderTimeout, StaleArena
-from lora_refit.messages import ArenaHandle
+from lora_refit.devices import CPU
+from lora_refit.errors import LayoutMismatch, ReaderTimeout, StaleArena, TransportUnavailable
+from lora_refit.messages import ArenaHandle, HostStorage, Storage
+
+MEMORY_KINDS = ("auto", "ipc", "vmm", "host")
 
 
 class ArenaWriter:
@@ -33,6 +39,10 @@ class ArenaWriter:
         rank: the trainer rank, for messages.
         layout_digest: 32 bytes that readers must present.
         timeout_s: longest wait for readers, in seconds.
+        device: where the shards are packed.
+        memory: where a CUDA device packs them: "ipc" or "vmm" for its own memory, shared through a
+            CUDA IPC handle or a file descriptor; "host" for pinned host memory; "auto" for the
+            first of these that the driver can share.
 
     Raises:
         TransportUnavailable: the memory cannot be had.
@@ -42,7 +52,14 @@ class ArenaWriter:
     handle: ArenaHandle
 
     def __init__(
-        self, layout: ArenaLayout, rank: int, layout_digest: bytes, timeout_s: float = 60.0
+        self,
+        layout: ArenaLayout,
+        rank: int,
+        layout_digest: bytes,
+        timeout_s: float = 60.0,
+        *,
+        device: torch.device = CPU,
+        memory: str = "auto",
     ) -> None:
         if len(layout_digest) != LAYOUT_DIGEST_BYTES:
             raise LayoutMismatch(
@@ -59,9 +76,8 @@ class ArenaWriter:
             transport_errors(self._name, "raise the limit that this process ran into"),
             contextlib.ExitStack() as undo,
         ):
-            memory_fd = create_memory(layout.total_bytes, self._name)
-            undo.callback(os.close, memory_fd)
-            self._mapped = MappedArena(memory_fd, layout, writable=True)
+            memory_fd, region, storage = _create(layout, device, memory, token, self._name, undo)
+            self._mapped = MappedArena(memory_fd, layout, region)
             undo.callback(self._mapped.close)
             self._page = self._mapped.page
             self._page.write_identity(Identity.of(layout, token, layout_digest))
@@ -72,8 +88,9 @@ class ArenaWriter:
             pid=os.getpid(),
             fd=memory_fd,
             token=token,
-            total_bytes=layout.total_bytes,
+            total_bytes=layout.file_bytes(storage),
             entry_bytes=layout.entry_bytes,
+            storage=storage,
         )
 
     def begin(self, sequence: int) -> int:
@@ -189,3 +206,38 @@ class ArenaWriter:
     def _describe(self, reader: int) -> str:
         pid, pinned = self._page.reader_pid(reader), self._page.pin(reader)
         return f"reader {reader} (pid {pid}) keeps sequence {pinned}"
+
+
+def _create(
+    layout: ArenaLayout,
+    device: torch.device,
+    memory: str,
+    token: bytes,
+    arena: str,
+    undo: contextlib.ExitStack,
+) -> tuple[int, Region, Storage]:
+    """The shared memory file and the data halves; `undo` closes them."""
+    shared = None
+    if device.type != "cpu" and memory != "host":
+        shared = device_region.create_on_device(layout, device, memory, token, arena)
+    if shared is not None:
+        region, storage = shared
+        undo.callback(region.close)
+        memory_fd = create_memory(layout.file_bytes(storage), arena)
+        undo.callback(os.close, memory_fd)
+        return memory_fd, region, storage
+    memory_fd = create_memory(layout.total_bytes, arena)
+    undo.callback(os.close, memory_fd)
+    region = _host_region(memory_fd, layout, device, arena)
+    undo.callback(region.close)
+    return memory_fd, region, HostStorage()
+
+
+def _host_region(memory_fd: int, layout: ArenaLayout, device: torch.device, arena: str) -> Region:
+    if device.type == "cpu":
+        return HostRegion(memory_fd, layout, writable=True)
+    device_region.require_gpu(device, arena)
+    try:
+        return device_region.pin_host(memory_fd, layout, device)
+    except RuntimeError as error:
+        raise TransportUnavailable(f"{arena}: {error}") from error

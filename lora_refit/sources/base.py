@@ -45,6 +45,13 @@ class Source(Protocol):
         Their storage may move between calls; their number, names, shapes and dtypes may not.
         """
 
+    def settle(self) -> None:
+        """Finish whatever still writes the parameters, such as an overlapped parameter gather.
+
+        Called on every rank before each publish. Work that is ordered on the stream that publish
+        packs on needs no waiting.
+        """
+
     def export(self) -> Iterable[tuple[str, torch.Tensor]]:
         """The trusted exporter: full PEFT-named factors from whatever the parameters hold now.
 

@@ -73,6 +73,18 @@ class MegatronSource:
                 )
         return [(name, owner[key]) for name, owner, key in self._owners]
 
+    def settle(self) -> None:
+        """Force the parameter gather that Megatron overlaps with the next forward.
+
+        With `overlap_param_gather` the optimizer's step leaves the shards of other data-parallel
+        ranks as they were. Collective then, as the gather itself is; otherwise local.
+        """
+        for chunk in self._chunks:
+            config = getattr(chunk, "ddp_config", None)
+            if config is not None and config.overlap_param_gather:
+                with torch.no_grad():
+                    chunk.start_param_sync(force_sync=True)
+
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """PEFT-named factors from the bridge or the given callable. Collective."""
         for name, tensor in self._export() if self._export is not None else self._bridge_export():

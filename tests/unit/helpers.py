@@ -57,6 +57,9 @@ class DictSource:
     def config(self) -> dict[str, Any]:
         return self._config
 
+    def settle(self) -> None:
+        """Nothing else writes the parameters."""
+
     def prove(self, export_map: object, rank: int) -> None:
         self.ranks_proved.append(rank)
 

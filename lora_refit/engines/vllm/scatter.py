@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from lora_refit.arena import ArenaReader
+from lora_refit.devices import CPU
 from lora_refit.engines.vllm.slot_map import SlotMap, scatter_plan
 from lora_refit.errors import StaleArena
 from lora_refit.kernels import digest
@@ -33,16 +34,19 @@ class Verified:
 class ArenaSet:
     """All arenas of a publisher, mapped once.
 
-    Entries are in the order of the export map's parameters: rank by rank.
+    Entries are in the order of the export map's parameters: rank by rank. device: of the slots.
     """
 
-    def __init__(self, spec: Spec, timeout_s: float) -> None:
+    def __init__(self, spec: Spec, timeout_s: float, device: torch.device = CPU) -> None:
         self._layout = spec.layout
+        self._device = device
         self._layout_digest = spec.layout_digest
         self._readers: list[ArenaReader] = []
         try:
             for handle in spec.arenas:
-                self._readers.append(ArenaReader(handle, spec.layout_digest, timeout_s))
+                self._readers.append(
+                    ArenaReader(handle, spec.layout_digest, timeout_s, device=device)
+                )
         except BaseException:
             self.close()
             raise
@@ -58,7 +62,8 @@ class ArenaSet:
 
     @property
     def transport(self) -> str:
-        return "shared memory (memfd)"
+        """How the ranks' bytes reach this worker, each way once."""
+        return ", ".join(dict.fromkeys(reader.transport for reader in self._readers))
 
     def pin_and_verify(self, sequence: int, version: int, timeout_s: float) -> Verified:
         """Wait for a version on every rank, keep it from being overwritten, check its digests.
@@ -107,7 +112,7 @@ class ArenaSet:
 
     def _verify(self, published: UintArray, version: int) -> None:
         parameters = self._layout.export_map.parameters
-        wrong = np.flatnonzero(digest(self.addresses(), self._nbytes) != published)
+        wrong = np.flatnonzero(digest(self.addresses(), self._nbytes, self._device) != published)
         if len(wrong):
             raise StaleArena(
                 f"{parameters[int(wrong[0])].label}: its packed bytes are not those that were "

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from vllm.lora.lora_model import LoRAModel
 
+from lora_refit.devices import common_device
 from lora_refit.errors import CommitFailed, EngineAsleep, LayoutMismatch
 
 
@@ -63,6 +64,13 @@ class Slots:
             for module in manager.modules.values()
             if hasattr(module, "adapter_enabled")
         ]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the slots lie; a worker has one device."""
+        return common_device(
+            [(b.name, t) for b, t in zip(self.buffers, self._tensors, strict=True)]
+        )
 
     @property
     def count(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lora_refit.engines.vllm import rpc
 from lora_refit.engines.vllm.loader import Loader
@@ -66,14 +67,20 @@ class Attached:
     """One adapter's slots, plan and arenas on this worker."""
 
     def __init__(
-        self, spec: Spec, lora_ids: tuple[int, ...], slot_map: SlotMap, plan: Plan, arenas: ArenaSet
+        self,
+        spec: Spec,
+        lora_ids: tuple[int, ...],
+        slot_map: SlotMap,
+        plan: Plan,
+        arenas: ArenaSet,
+        device: torch.device,
     ) -> None:
         self.spec = spec
         self.lora_ids = list(lora_ids)
         self.slot_map = slot_map
         self.plan = plan
         self.arenas = arenas
-        self.kernel: CopyKernel = plan.kernel()
+        self.kernel: CopyKernel = plan.kernel(device)
         self.slots: list[int] = []
         self.committed: list[Committed | None] = [None] * len(lora_ids)
         self.damaged: set[int] = set()
@@ -129,11 +136,11 @@ class WorkerRefit:
         started = time.perf_counter()
         spec = Spec.from_bytes(request.spec)
         self._check_dtype(spec)
-        arenas = ArenaSet(spec, request.timeout_s)
+        arenas = ArenaSet(spec, request.timeout_s, self._slots.device)
         try:
             slot_map = self._slot_map(spec, request)
             plan = scatter_plan_of(spec, slot_map, self._worker)
-            attached = Attached(spec, request.lora_ids, slot_map, plan, arenas)
+            attached = Attached(spec, request.lora_ids, slot_map, plan, arenas, self._slots.device)
             self._take_slots(attached, request.live)
         except BaseException:
             arenas.close()
@@ -236,7 +243,7 @@ class WorkerRefit:
             raise NotCommitted(f"version {request.version} was not committed into slot {slot}")
         if self._slots.enabled(slot) != attached.slot_map.enabled:
             return rpc.AttestAnswer(f"slot {slot} is disabled in a fused MoE module")
-        now = digest(self._slots.addresses(slot), self._slots.nbytes())
+        now = digest(self._slots.addresses(slot), self._slots.nbytes(), self._slots.device)
         then = np.frombuffer(committed.digests, np.uint64)
         problem = self._differences(now, then)
         if problem:

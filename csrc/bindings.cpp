@@ -3,22 +3,21 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "cpu/copy.h"
 #include "cpu/digest.h"
 #include "cpu/shared_word.h"
 #include "cpu/simd.h"
+#include "cuda_bindings.h"
 
 namespace py = pybind11;
 
 namespace lora_refit {
 namespace {
-
-using Words = py::array_t<uint64_t, py::array::c_style>;
 
 uint64_t* word_at(uint64_t address) {
   if (address == 0 || address % alignof(uint64_t) != 0) {
@@ -27,45 +26,11 @@ uint64_t* word_at(uint64_t address) {
   return reinterpret_cast<uint64_t*>(address);
 }
 
-void check_length(const char* name, const Words& words, size_t length) {
-  if (words.ndim() == 1 && static_cast<size_t>(words.shape(0)) == length) return;
-  throw std::invalid_argument(std::string(name) + " must be a vector of " + std::to_string(length) +
-                              " elements");
-}
-
-std::vector<CopyBlock> unpack_blocks(const py::buffer& packed) {
-  const py::buffer_info info = packed.request();
-  if (PyBuffer_IsContiguous(info.view(), 'C') == 0) {
-    throw std::invalid_argument("blocks must be contiguous bytes");
-  }
-  const size_t bytes = static_cast<size_t>(info.size * info.itemsize);
-  if (bytes % sizeof(CopyBlock) != 0) {
-    throw std::invalid_argument("blocks has " + std::to_string(bytes) +
-                                " bytes, which is not a multiple of " +
-                                std::to_string(sizeof(CopyBlock)));
-  }
-  std::vector<CopyBlock> blocks(bytes / sizeof(CopyBlock));
-  if (bytes > 0) std::memcpy(blocks.data(), info.ptr, bytes);
-  return blocks;
-}
-
-std::vector<BufferShape> buffer_shapes(const char* side, const std::vector<int>& dtypes,
-                                       const std::vector<int64_t>& sizes) {
-  if (dtypes.size() != sizes.size()) {
-    throw std::invalid_argument(std::string(side) + ": " + std::to_string(dtypes.size()) +
-                                " dtypes but " + std::to_string(sizes.size()) + " sizes");
-  }
-  std::vector<BufferShape> shapes;
-  for (size_t i = 0; i < dtypes.size(); ++i) {
-    shapes.push_back(BufferShape{static_cast<DType>(dtypes[i]), sizes[i]});
-  }
-  return shapes;
-}
-
 CopyProgram make_program(const py::buffer& blocks, const std::vector<int>& src_dtypes,
                          const std::vector<int64_t>& src_sizes, const std::vector<int>& dst_dtypes,
                          const std::vector<int64_t>& dst_sizes, int64_t tile_bytes) {
-  return CopyProgram(unpack_blocks(blocks), buffer_shapes("sources", src_dtypes, src_sizes),
+  return CopyProgram(unpack<CopyBlock>("blocks", blocks),
+                     buffer_shapes("sources", src_dtypes, src_sizes),
                      buffer_shapes("destinations", dst_dtypes, dst_sizes), tile_bytes);
 }
 
@@ -147,7 +112,8 @@ void bind_shared_words(py::module_& module) {
 }  // namespace lora_refit
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = "Copy programs, digests and shared-memory words. Typed in _C.pyi.";
+  module.doc() = "Copy programs, digests and shared-memory words. Typed in _C/__init__.pyi.";
   lora_refit::bind_copy(module);
   lora_refit::bind_shared_words(module);
+  lora_refit::bind_cuda(module);
 }

@@ -5,6 +5,7 @@ asked for.
 """
 
 from lora_refit.kernels.arrays import BufferType
+from lora_refit.kernels.captured import CapturedCopy
 from lora_refit.kernels.copy import CopyKernel, digest
 from lora_refit.kernels.merge import MergeKernel
 from lora_refit.kernels.records import (
@@ -26,6 +27,7 @@ __all__ = [
     "SCALE_ONCE",
     "ZERO_FILL",
     "BufferType",
+    "CapturedCopy",
     "CopyKernel",
     "MergeKernel",
     "digest",

@@ -66,7 +66,7 @@ def describe(array: object, what: str) -> Array:
     if hasattr(array, "__cuda_array_interface__"):
         return _describe_interface(array.__cuda_array_interface__, what)
     if hasattr(array, "__dlpack__"):
-        return _describe_tensor(torch.from_dlpack(array), what)
+        return _describe_tensor(torch.utils.dlpack.from_dlpack(array), what)
     raise LayoutMismatch(
         f"{what} is a {type(array).__name__}; pass a torch tensor, a CuPy array, or anything with "
         "__dlpack__ or __cuda_array_interface__"

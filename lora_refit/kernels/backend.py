@@ -26,6 +26,12 @@ class CopyProgram(Protocol):
     ) -> None:
         """One launch on the stream; returns when it has finished and `digests` are filled in."""
 
+    def launch(self, src_addresses: Addresses, dst_addresses: Addresses, stream: int) -> None:
+        """`run` without waiting."""
+
+    def collect(self, digests: Addresses) -> None:
+        """Wait for the last launch and fill in its digests."""
+
 
 class MergeProgram(Protocol):
     @property

@@ -89,6 +89,28 @@ class CopyKernel:
         self.launches += 1
         return self._digests
 
+    def launch(
+        self,
+        src_addresses: Addresses,
+        dst_addresses: Addresses,
+        stream: object | None = None,
+    ) -> None:
+        """`run` without waiting: `collect` returns the digests. For overlap, and CUDA graphs.
+
+        While the stream is being captured the addresses must be those of the run before. A replay
+        uses the addresses of the last run: see CapturedCopy, which captures again when they move.
+        """
+        with typed_errors("the copy kernel cannot be launched"):
+            self._program.launch(src_addresses, dst_addresses, stream_handle(stream, self.device))
+        self.launches += 1
+
+    def collect(self) -> Addresses:
+        """Wait for the last launch and return its digests, as `run` does. A replay must have been
+        waited for."""
+        with typed_errors("the copy kernel has nothing to collect"):
+            self._program.collect(self._digests)
+        return self._digests
+
     def copy(
         self,
         sources: Sequence[object],

@@ -14,8 +14,11 @@ from lora_refit.kernels.backend import Addresses
 
 
 class CpuCopyProgram:
-    def __init__(self, program: _C.CopyProgram) -> None:
+    """A launch has finished when it returns."""
+
+    def __init__(self, program: _C.CopyProgram, destinations: int) -> None:
         self._program = program
+        self._digests = np.zeros(destinations, np.uint64)
 
     @property
     def bytes_written(self) -> int:
@@ -25,6 +28,12 @@ class CpuCopyProgram:
         self, src_addresses: Addresses, dst_addresses: Addresses, digests: Addresses, stream: int
     ) -> None:
         self._program.run(src_addresses, dst_addresses, digests, _threads())
+
+    def launch(self, src_addresses: Addresses, dst_addresses: Addresses, stream: int) -> None:
+        self.run(src_addresses, dst_addresses, self._digests, stream)
+
+    def collect(self, digests: Addresses) -> None:
+        digests[:] = self._digests
 
 
 class CpuBackend:
@@ -36,7 +45,9 @@ class CpuBackend:
         dst_dtypes: Sequence[int],
         dst_sizes: Sequence[int],
     ) -> CpuCopyProgram:
-        return CpuCopyProgram(_C.CopyProgram(blocks, src_dtypes, src_sizes, dst_dtypes, dst_sizes))
+        return CpuCopyProgram(
+            _C.CopyProgram(blocks, src_dtypes, src_sizes, dst_dtypes, dst_sizes), len(dst_dtypes)
+        )
 
     def merge_program(
         self,

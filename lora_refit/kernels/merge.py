@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lora_refit.devices import stream_handle
 from lora_refit.errors import LayoutMismatch
-from lora_refit.kernels.arrays import BufferType
+from lora_refit.kernels.arrays import BufferType, addresses
 from lora_refit.kernels.backend import Addresses, backend_for, typed_errors
 from lora_refit.kernels.copy import dtype_codes
 from lora_refit.kernels.records import MERGE_BLOCK_DTYPE, MERGE_SEGMENT_DTYPE, MERGE_SUMS_DTYPE
@@ -73,7 +73,8 @@ class MergeKernel:
                 [buffer.numel for buffer in destinations],
                 modules,
             )
-        self._destinations = len(destinations)
+        self.sources = tuple(sources)
+        self.destinations = tuple(destinations)
         self._modules = modules
         self.launches = 0
 
@@ -89,7 +90,7 @@ class MergeKernel:
         stream: object | None = None,
     ) -> Merged:
         """Merges everything once; arguments and errors as for CopyKernel.run."""
-        digests = np.zeros(self._destinations, np.uint64)
+        digests = np.zeros(len(self.destinations), np.uint64)
         sums = np.zeros(self._modules, MERGE_SUMS_DTYPE)
         with typed_errors("the merge kernel cannot run"):
             self._program.run(
@@ -97,3 +98,16 @@ class MergeKernel:
             )
         self.launches += 1
         return Merged(digests, sums)
+
+    def merge(
+        self,
+        sources: Sequence[object],
+        destinations: Sequence[object],
+        stream: object | None = None,
+    ) -> Merged:
+        """`run` on arrays, as CopyKernel.copy."""
+        return self.run(
+            addresses("source", sources, self.sources, self.device),
+            addresses("destination", destinations, self.destinations, self.device),
+            stream,
+        )

@@ -80,10 +80,11 @@ class MegatronSource:
         ranks as they were. Collective then, as the gather itself is; otherwise local.
         """
         for chunk in self._chunks:
-            config = getattr(chunk, "ddp_config", None)
+            ddp: Any = chunk
+            config = getattr(ddp, "ddp_config", None)
             if config is not None and config.overlap_param_gather:
                 with torch.no_grad():
-                    chunk.start_param_sync(force_sync=True)
+                    ddp.start_param_sync(force_sync=True)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """PEFT-named factors from the bridge or the given callable. Collective."""

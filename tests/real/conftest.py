@@ -28,7 +28,7 @@ def live(request: pytest.FixtureRequest, tiny: Callable[..., Any]) -> Iterator[L
         dtype=case.dtype,
         max_lora_rank=case.max_lora_rank,
         max_loras=case.max_loras,
-        worker_extension_cls="mutants.MutantWorkerExtension",
+        worker_extension_cls=case.worker,
     )
     yield LiveEngine(case, llm, model, Inspector(llm))
     shutdown(llm)
@@ -79,6 +79,7 @@ def attach(
         timeout_s: float = 20.0,
         ranks: TrainerRanks | None = None,
         engine: Any = None,
+        memory: str = "auto",
         **settings: Any,
     ) -> Refitted:
         config = policy_config(live.model, trainer_tp, **settings)
@@ -86,7 +87,9 @@ def attach(
             ranks = policy(config)
         else:
             ranks.call(trainer.build, config)
-        spec = Spec.from_bytes(ranks.call(trainer.offer, live.case.dtype, scale_rounding)[0])
+        spec = Spec.from_bytes(
+            ranks.call(trainer.offer, live.case.dtype, scale_rounding, memory)[0]
+        )
         if engine is None:
             engine = RefitEngine(live.llm, timeout_s=timeout_s)
             engines.append(engine)

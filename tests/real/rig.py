@@ -31,9 +31,11 @@ class EngineCase:
     dtype: str
     max_loras: int = 4
     max_lora_rank: int = 16
+    worker: str = "mutants.MutantWorkerExtension"
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.dtype}-TP{self.tensor_parallel}-{self.max_loras}slots"
+        name = f"{self.model}-{self.dtype}-TP{self.tensor_parallel}-{self.max_loras}slots"
+        return name if self.worker == EngineCase.worker else f"{name}-{self.worker.split('.')[0]}"
 
 
 LLAMA_TP1 = EngineCase("llama-gqa", 1, "float32")
@@ -42,6 +44,7 @@ LLAMA_TP3 = EngineCase("llama-gqa", 3, "float32")
 QWEN_TP1 = EngineCase("qwen3-mqa", 1, "bfloat16")
 QWEN_TP2 = EngineCase("qwen3-mqa", 2, "float32")
 QWEN_TP3 = EngineCase("qwen3-mqa", 3, "bfloat16")
+LLAMA_TP2_GPU = EngineCase("llama-gqa", 2, "bfloat16", worker="gpu_worker.GpuWorkerExtension")
 ONE_SLOT_TP2 = EngineCase("qwen3-mqa", 2, "float32", max_loras=1)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pretended_gpu
 import psutil
 import torch
 from safetensors.torch import save_file
@@ -31,11 +32,22 @@ def close(state: dict[str, Any]) -> None:
         state.pop("publisher").close()
 
 
-def offer(state: dict[str, Any], dtype: str, scale_rounding: str = "engine") -> bytes:
+def pretend_gpu(state: dict[str, Any]) -> None:
+    """From now on this rank's adapter lies on GPU 0 of the stand-in driver."""
+    pretended_gpu.pretend_gpu()
+
+
+def offer(
+    state: dict[str, Any], dtype: str, scale_rounding: str = "engine", memory: str = "auto"
+) -> bytes:
     """Make a publisher and return its encoded spec. The one before is closed."""
     close(state)
     state["publisher"] = lora_refit.Publisher(
-        state["source"], getattr(torch, dtype), scale_rounding=scale_rounding, timeout_s=20.0
+        state["source"],
+        getattr(torch, dtype),
+        scale_rounding=scale_rounding,
+        timeout_s=20.0,
+        memory=memory,
     )
     return state["publisher"].spec.to_bytes()
 

@@ -1,129 +1,12 @@
-"""A worker's view of all trainer ranks' arenas, and the plan that scatters them into its slots."""
+"""The plan that scatters all trainer ranks' arenas into one worker's slots."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import time
-from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
-from lora_refit.arena import ArenaReader
-from lora_refit.devices import CPU
 from lora_refit.engines.vllm.slot_map import SlotMap, scatter_plan
-from lora_refit.errors import StaleArena
-from lora_refit.kernels import digest
 from lora_refit.plan import Buffer, Plan
-from lora_refit.spec import Layout, Spec
-
-UintArray = npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True)
-class Verified:
-    """A version whose every byte was checked. digest: over all ranks' packed bytes."""
-
-    digest: str
-    wait_ms: float
-    verify_ms: float
-
-
-class ArenaSet:
-    """All arenas of a publisher, mapped once.
-
-    Entries are in the order of the export map's parameters: rank by rank. device: of the slots.
-    """
-
-    def __init__(self, spec: Spec, timeout_s: float, device: torch.device = CPU) -> None:
-        self._layout = spec.layout
-        self._device = device
-        self._layout_digest = spec.layout_digest
-        self._readers: list[ArenaReader] = []
-        try:
-            for handle in spec.arenas:
-                self._readers.append(
-                    ArenaReader(handle, spec.layout_digest, timeout_s, device=device)
-                )
-        except BaseException:
-            self.close()
-            raise
-        itemsize = _itemsize(spec.layout)
-        self._nbytes = np.asarray(
-            [math.prod(p.shape) * itemsize for p in spec.layout.export_map.parameters], np.uint64
-        )
-        self._by_half = [
-            np.concatenate([reader.entry_addresses(half) for reader in self._readers])
-            for half in range(2)
-        ]
-        self._pinned_half: int | None = None
-
-    @property
-    def transport(self) -> str:
-        """How the ranks' bytes reach this worker, each way once."""
-        return ", ".join(dict.fromkeys(reader.transport for reader in self._readers))
-
-    def pin_and_verify(self, sequence: int, version: int, timeout_s: float) -> Verified:
-        """Wait for a version on every rank, keep it from being overwritten, check its digests.
-
-        Raises WriterTimeout naming the missing rank, StaleArena naming the parameter whose bytes
-        are not the published ones or whose replicas differ. Nothing stays pinned then.
-        """
-        self.release()
-        try:
-            started = time.perf_counter()
-            deadline = started + timeout_s  # of all ranks together: the driver waits no longer
-            pinned = [
-                reader.pin(sequence, version, max(0.0, deadline - time.perf_counter()))
-                for reader in self._readers
-            ]
-            waited = time.perf_counter()
-            published = np.concatenate([item.digests for item in pinned])
-            self._pinned_half = pinned[0].half
-            self._verify(published, version)
-            verified = time.perf_counter()
-        except BaseException:
-            self.release()
-            raise
-        return Verified(
-            digest=hashlib.blake2b(
-                self._layout_digest + published.tobytes(), digest_size=16
-            ).hexdigest(),
-            wait_ms=(waited - started) * 1e3,
-            verify_ms=(verified - waited) * 1e3,
-        )
-
-    def addresses(self) -> UintArray:
-        """Address of every parameter's entry in the pinned half."""
-        assert self._pinned_half is not None
-        return self._by_half[self._pinned_half]
-
-    def release(self) -> None:
-        """Let the trainers have the pinned half back."""
-        self._pinned_half = None
-        for reader in self._readers:
-            reader.release()
-
-    def close(self) -> None:
-        for reader in self._readers:
-            reader.close()
-
-    def _verify(self, published: UintArray, version: int) -> None:
-        parameters = self._layout.export_map.parameters
-        wrong = np.flatnonzero(digest(self.addresses(), self._nbytes, self._device) != published)
-        if len(wrong):
-            raise StaleArena(
-                f"{parameters[int(wrong[0])].label}: its packed bytes are not those that were "
-                f"published as version {version} ({len(wrong)} of {len(published)} entries differ)"
-            )
-        for first, copy in self._layout.export_map.replicas:
-            if published[first] != published[copy]:
-                raise StaleArena(
-                    f"{parameters[first].label} and its replica on {parameters[copy].label} hold "
-                    f"different values in version {version}; the trainer's ranks have diverged"
-                )
+from lora_refit.spec import Spec
 
 
 def scatter_plan_of(spec: Spec, slot_map: SlotMap, worker: int) -> Plan:
@@ -140,8 +23,3 @@ def scatter_plan_of(spec: Spec, slot_map: SlotMap, worker: int) -> Plan:
         worker,
         spec.layout.scale_folded,
     )
-
-
-def _itemsize(layout: Layout) -> int:
-    dtype: torch.dtype = getattr(torch, layout.dtype)
-    return dtype.itemsize

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lora_refit.engines.arena_set import ArenaSet
 from lora_refit.engines.vllm import rpc
 from lora_refit.engines.vllm.loader import Loader
-from lora_refit.engines.vllm.scatter import ArenaSet, scatter_plan_of
+from lora_refit.engines.vllm.scatter import scatter_plan_of
 from lora_refit.engines.vllm.slot_map import SlotMap, trace_engine
 from lora_refit.engines.vllm.slots import Slots
 from lora_refit.errors import CommitFailed, LayoutMismatch, NotCommitted, RefitError, StaleArena

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
+from lora_refit._C import cuda as cuda
+
 class CopyProgram:
     def __init__(
         self,

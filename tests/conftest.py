@@ -13,8 +13,9 @@ import pytest
 
 from lora_refit.testing.engine import cpu_engine_environment, start_engine_server
 
-FOLDERS = ("unit", "sanitize", "real", "faults")
-"""Folders in the order they run: the cheap and basic first. Others come last."""
+FOLDERS = ("unit", "sanitize", "real", "faults", "gpu")
+"""Folders in the order they run: the cheap and basic first. `gpu` gives this process a stand-in CUDA
+driver, which cannot be taken away again."""
 
 SESSION_MARK = "LORA_REFIT_TEST_SESSION"
 """Environment variable that every process of this session inherits, orphans included."""

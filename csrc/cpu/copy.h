@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cpu/tiles.h"
+#include "plan/used_buffers.h"
 
 namespace lora_refit {
 
@@ -26,16 +27,16 @@ class CopyProgram {
   int64_t tile_count() const { return table_.tile_count(); }
   int64_t bytes_read() const { return bytes_read_; }
   int64_t bytes_written() const { return bytes_written_; }
-  size_t source_count() const { return source_used_.size(); }
-  size_t destination_count() const { return destination_used_.size(); }
+  size_t source_count() const { return sources_.count(); }
+  size_t destination_count() const { return destinations_.count(); }
 
  private:
   int64_t block_count_;
   TileTable table_;
   int64_t bytes_read_ = 0;
   int64_t bytes_written_ = 0;
-  std::vector<bool> source_used_;
-  std::vector<bool> destination_used_;
+  UsedBuffers sources_;
+  UsedBuffers destinations_;
 };
 
 }  // namespace lora_refit

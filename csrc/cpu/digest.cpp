@@ -1,13 +1,12 @@
 #include "cpu/digest.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "cpu/row_kernels.h"
 #include "cpu/shared_word.h"
 #include "cpu/thread_pool.h"
+#include "plan/digest_check.h"
 
 namespace lora_refit {
 namespace {
@@ -38,15 +37,6 @@ void digest_tile(void* context, int64_t tile) {
   add_relaxed(&digests.out[buffer], sum.value());
 }
 
-void check_buffer(size_t index, uint64_t address, uint64_t bytes) {
-  const std::string name = "buffer " + std::to_string(index);
-  if (bytes % 2 != 0 || bytes > INT64_MAX) {
-    throw std::invalid_argument(name + ": size " + std::to_string(bytes) +
-                                " bytes is not a multiple of 2");
-  }
-  if (bytes > 0 && address == 0) throw std::invalid_argument(name + " has address 0");
-}
-
 }  // namespace
 
 void digest_buffers(const uint64_t* addresses, const uint64_t* sizes_bytes, size_t count,
@@ -55,7 +45,7 @@ void digest_buffers(const uint64_t* addresses, const uint64_t* sizes_bytes, size
   digests.first_tile.reserve(count + 1);
   int64_t bytes = 0;
   for (size_t i = 0; i < count; ++i) {
-    check_buffer(i, addresses[i], sizes_bytes[i]);
+    check_digest_buffer(i, addresses[i], sizes_bytes[i]);
     const int64_t size = static_cast<int64_t>(sizes_bytes[i]);
     digests.first_tile.push_back(digests.first_tile.back() + (size + kTileBytes - 1) / kTileBytes);
     bytes += size;

@@ -130,7 +130,7 @@ __device__ __forceinline__ void merge_strip(const MergeArguments& arguments, Mer
     }
   }
   MergeSums* sums = &arguments.sums[strip.module];
-  add_tally(tally, &arguments.digests[strip.dst_index], sums);
+  add_tally(tally, strip.scale, &arguments.digests[strip.dst_index], sums);
   if (threadIdx.x == 0) {
     ptx::add_u64(&sums->elements, static_cast<uint64_t>(strip.rows) * strip.cols);
   }

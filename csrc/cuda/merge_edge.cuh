@@ -25,8 +25,8 @@ __device__ __forceinline__ void write_element(float product, int row, int col, c
     weight = widen_pair<kWeight>(in.words[0]).x;
   }
   uint32_t out[2];
-  // The second element is one that does not change.
-  merge_pair<kWeight, kOut>({weight, 0.0f}, {product, -0.0f}, tile.strip.scale, out, tally);
+  // The second element is a zero that stays one.
+  merge_pair<kWeight, kOut>({weight, 0.0f}, {product, 0.0f}, tile.strip.scale, out, tally);
   const uint64_t byte = static_cast<uint64_t>(tile.strip.dst_byte + row * tile.strip.dst_pitch +
                                               (tile.col + col) * kOutBytes);
   const Packet<kOutBytes> packet = {out[0]};

@@ -75,16 +75,18 @@ __device__ __forceinline__ void multiply_halves(Products& products, const uint16
   }
 }
 
-// fp32 x as big + small, both tf32: what is left is below 2^-22 |x|.
+// fp32 x as big + small, both tf32: what is left is below 2^-21 |x|. An infinite x becomes NaN.
 struct Tf32Split {
   uint32_t big;
   uint32_t small;
 };
 
+// big is rounded to nearest as cvt.rna.tf32.f32 does, whose own code spends more on infinities.
 __device__ __forceinline__ Tf32Split split(uint32_t bits) {
-  const float value = float_from_bits(bits);
-  const uint32_t big = ptx::round_tf32(value) & 0xFFFFE000u;
-  return {big, ptx::round_tf32(value - float_from_bits(big))};
+  constexpr uint32_t kTf32 = 0xFFFFE000u;
+  const uint32_t big = (bits + 0x1000u) & kTf32;
+  const float left = float_from_bits(bits) - float_from_bits(big);
+  return {big, bits_of_float(left) & kTf32};
 }
 
 // fp32 as three tf32 products, 8 of K at a time; small * small is below fp32's rounding.

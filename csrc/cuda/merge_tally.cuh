@@ -13,7 +13,7 @@ namespace lora_refit::cuda {
 struct MergeTally {
   uint64_t digest = 0;
   float residual = 0;
-  float delta = 0;
+  float products = 0;  // sum of (B @ A)^2
   uint32_t changed = 0;
 };
 
@@ -56,11 +56,13 @@ __device__ __forceinline__ float2 widen_pair(uint32_t pair) {
   }
 }
 
-// a + b - sum, exactly, for sum = round(a + b) (Knuth's TwoSum).
-__device__ __forceinline__ float rounding_error(float a, float b, float sum) {
-  const float b_used = sum - a;
-  const float a_used = sum - b_used;
-  return (a - a_used) + (b - b_used);
+// scale * product + weight - sum, for that sum rounded to fp32. Exact but for a rounding of its own
+// (Knuth's TwoSum, with the product unrounded).
+__device__ __forceinline__ float rounding_error(float scale, float product, float weight,
+                                                float sum) {
+  const float delta_used = sum - weight;
+  const float weight_used = sum - delta_used;
+  return (weight - weight_used) + ptx::multiply_add(scale, product, -delta_used);
 }
 
 // W' of two elements: the sum in fp32, rounded once. `out` receives one word of a 2-byte W', two
@@ -68,15 +70,16 @@ __device__ __forceinline__ float rounding_error(float a, float b, float sum) {
 template <DType kWeight, DType kOut>
 __device__ __forceinline__ void merge_pair(float2 weight, float2 product, float scale,
                                            uint32_t* out, MergeTally& tally) {
-  const float2 delta = {ptx::multiply(scale, product.x), ptx::multiply(scale, product.y)};
-  const float2 sum = {weight.x + delta.x, weight.y + delta.y};
+  const float2 sum = {ptx::multiply_add(scale, product.x, weight.x),
+                      ptx::multiply_add(scale, product.y, weight.y)};
   float2 before = weight;
   float2 after = sum;
   float2 lost;
   if constexpr (kOut == DType::kF32) {
     out[0] = bits_of_float(sum.x);
     out[1] = bits_of_float(sum.y);
-    lost = {rounding_error(weight.x, delta.x, sum.x), rounding_error(weight.y, delta.y, sum.y)};
+    lost = {rounding_error(scale, product.x, weight.x, sum.x),
+            rounding_error(scale, product.y, weight.y, sum.y)};
   } else {
     out[0] = round_pair<kOut>(sum.x, sum.y);
     after = widen_pair<kOut>(out[0]);
@@ -85,8 +88,8 @@ __device__ __forceinline__ void merge_pair(float2 weight, float2 product, float 
   }
   tally.residual += lost.x * lost.x;
   tally.residual += lost.y * lost.y;
-  tally.delta += delta.x * delta.x;
-  tally.delta += delta.y * delta.y;
+  tally.products += product.x * product.x;
+  tally.products += product.y * product.y;
   tally.changed =
       ptx::add_if_different(tally.changed, bits_of_float(before.x), bits_of_float(after.x));
   tally.changed =
@@ -103,12 +106,12 @@ __device__ __forceinline__ double warp_sum(float value) {
 }
 
 // Adds what the warp counted to the destination's digest and the module's sums. All lanes call it.
-__device__ __forceinline__ void add_tally(const MergeTally& tally, uint64_t* digest,
+__device__ __forceinline__ void add_tally(const MergeTally& tally, double scale, uint64_t* digest,
                                           MergeSums* sums) {
   add_warp_sum(digest, tally.digest);
   add_warp_sum(&sums->changed, tally.changed);
   const double residual = warp_sum(tally.residual);
-  const double delta = warp_sum(tally.delta);
+  const double delta = warp_sum(tally.products) * scale * scale;
   if (threadIdx.x % kWarpThreads == 0) {
     ptx::add_f64(&sums->residual, residual);
     ptx::add_f64(&sums->delta, delta);

@@ -25,16 +25,17 @@ inline constexpr int kOctets = kWarpRows / 8;
 inline constexpr int kOctetRows = 8;
 
 struct LaneOctets {
-  int row;    // of the first, in the strip
-  int col;    // in the tile
-  int count;  // those inside the strip; none if not positive
+  int row;        // of the first, in the strip
+  int col;        // in the tile
+  int rows_left;  // from `row` on; none if not positive, or if the columns are outside
+
+  __device__ __forceinline__ bool has(int octet) const { return octet * kOctetRows < rows_left; }
 };
 
 __device__ __forceinline__ LaneOctets lane_octets(const Tile& tile) {
   const int row = tile.row + tile.place.row + tile.place.lane / 4;
   const int col = tile.place.col + tile.place.lane % 4 * 8;
-  const int count = (tile.strip.rows - row + kOctetRows - 1) / kOctetRows;
-  return {row, col, col < tile.cols ? count : 0};
+  return {row, col, col < tile.cols ? tile.strip.rows - row : 0};
 }
 
 // W of a lane's next octets, on its way: as many as these registers hold.
@@ -56,7 +57,7 @@ __device__ __forceinline__ void load_octets(WeightsAhead& ahead, const Tile& til
   const int64_t step = tile.strip.weight_pitch * kOctetRows;
 #pragma unroll
   for (int octet = first; octet < end; ++octet) {
-    if (octet >= octets.count) break;
+    if (!octets.has(octet)) break;
     const auto packet = load_packet<4 * kWords>(from + octet * step);
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -89,7 +90,7 @@ __device__ __forceinline__ void write_octets(const Products& products, WeightsAh
       tile.strip.dst_byte + octets.row * tile.strip.dst_pitch + (tile.col + octets.col) * kOutBytes;
 #pragma unroll
   for (int octet = 0; octet < kOctets; ++octet, byte += step) {
-    if (octet >= octets.count) break;
+    if (!octets.has(octet)) break;
     if (octet == kAhead) load_octets<kWeightBytes>(ahead, tile, kAhead, kOctets);
     const uint32_t* weights = &ahead.words[octet % kAhead * 2 * kWeightBytes];
     Packet<16> out[kPackets];

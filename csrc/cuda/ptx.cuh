@@ -110,11 +110,11 @@ __device__ __forceinline__ uint32_t shuffle_xor(uint32_t v, int lane_bits) {
 
 // ---- arithmetic -----------------------------------------------------------------------------
 
-// mul.rn.f32, which is never fused with an addition
-__device__ __forceinline__ float multiply(float a, float b) {
-  float product;
-  asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
-  return product;
+// fma.rn.f32: a * b + c, rounded once
+__device__ __forceinline__ float multiply_add(float a, float b, float c) {
+  float sum;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(sum) : "f"(a), "f"(b), "f"(c));
+  return sum;
 }
 
 // setp.ne.u32 and a guarded add.u32: count + 1 where a != b, else count
@@ -148,17 +148,11 @@ __device__ __forceinline__ float2 widen_f16x2(uint32_t pair) {
   return v;
 }
 
-// cvt.rna.tf32.f32: the low 13 bits of the result are not part of the value
-__device__ __forceinline__ uint32_t round_tf32(float v) {
-  uint32_t rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(v));
-  return rounded;
-}
-
 // ---- matrix ---------------------------------------------------------------------------------
 // Fragments as in "Matrix Fragments for mma.m16n8k16" and "... mma.m16n8k8": lane 4g + q holds
 // rows g and g + 8 of the 16-row operand and of the sums, column g of the 8-column operand.
 
+// A tf32 register holds fp32 whose low 13 bits are zero.
 struct RowFragment {  // 16 x 16 of 2 bytes or 16 x 8 of tf32: the "A" of mma
   uint32_t r[4];
 };

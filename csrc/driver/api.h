@@ -83,6 +83,7 @@ inline constexpr unsigned kHostRegisterDeviceMap = 2;
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr int kCaptureThreadLocal = 1;
+inline constexpr int kCaptureRelaxed = 2;
 inline constexpr int kCaptureNone = 0;
 
 // One entry point: cuda.h's name, the library's symbol (cuda.h redirects many names to a later
@@ -145,6 +146,7 @@ inline constexpr int kCaptureNone = 0;
   X(cuStreamWaitEvent, "cuStreamWaitEvent", StreamHandle, EventHandle, unsigned)                   \
   X(cuStreamIsCapturing, "cuStreamIsCapturing", StreamHandle, int*)                                \
   X(cuStreamBeginCapture, "cuStreamBeginCapture_v2", StreamHandle, int)                            \
+  X(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", int*)                  \
   X(cuStreamEndCapture, "cuStreamEndCapture", StreamHandle, GraphHandle*)                          \
   X(cuEventCreate, "cuEventCreate", EventHandle*, unsigned)                                        \
   X(cuEventDestroy, "cuEventDestroy_v2", EventHandle)                                              \

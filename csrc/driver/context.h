@@ -7,22 +7,12 @@
 
 namespace lora_refit::driver {
 
-// Leaves the thread's current context, which torch may have set, as it was. Within a Context another
-// one of the same device costs nothing.
+// Leaves the thread's current context, which torch may have set, as it was. Within a Context
+// another one of the same device costs nothing.
 class Context {
  public:
-  explicit Context(const Device& device)
-      : device_(device), api_(driver::api()), outer_(innermost()) {
-    if (outer_ == &device) return;
-    check(api_.cuCtxPushCurrent.function(device.primary_context()), api_.cuCtxPushCurrent.name);
-    innermost() = &device;
-  }
-  ~Context() {
-    if (outer_ == &device_) return;
-    innermost() = outer_;
-    ContextHandle popped = nullptr;
-    api_.cuCtxPopCurrent.function(&popped);
-  }
+  explicit Context(const Device& device);
+  ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
@@ -42,15 +32,9 @@ class Context {
   }
 
  private:
-  // The device of this thread's innermost Context.
-  static const Device*& innermost() {
-    thread_local const Device* device = nullptr;
-    return device;
-  }
-
   const Device& device_;
   const Api& api_;
-  const Device* outer_;
+  const Device* outer_;  // of the Context that this one is within, if any
 };
 
 }  // namespace lora_refit::driver

@@ -1,25 +1,18 @@
 #include "driver/copy_program.h"
 
-#include "plan/boxes.h"
+#include "plan/copy_tiles.h"
 
 namespace lora_refit::driver {
 namespace {
 
 constexpr int64_t kTilesPerBlock = cuda::kThreads / cuda::kWarpThreads;
 
-int32_t variant_of(const Box& box) {
-  if (box.block.src != kZeroFill) {
-    return cuda::copy_variant(box.src_dtype, box.dst_dtype, box.scaling);
-  }
-  return element_bytes(box.dst_dtype) == 2 ? cuda::kZeroFillVariant2 : cuda::kZeroFillVariant4;
-}
-
 CopyTable make_table(const std::vector<CopyBlock>& blocks, const std::vector<BufferShape>& sources,
                      const std::vector<BufferShape>& destinations) {
   check_blocks(blocks, sources, destinations);
   CopyTable table{{}, {"source", sources}, {"destination", destinations}};
   for (const Box& box : cut_into_boxes(blocks, sources, destinations, cuda::kBoxBytes)) {
-    table.tiles.push_back(cuda::CopyTile{box.block, variant_of(box), 0});
+    table.tiles.push_back(copy_tile(box));
     const int64_t elements = element_count(box.block);
     table.bytes_written += elements * element_bytes(box.dst_dtype);
     table.destinations.use(box.block.dst);

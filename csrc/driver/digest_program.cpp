@@ -7,20 +7,18 @@
 #include <string>
 #include <tuple>
 
+#include "plan/digest_check.h"
+
 namespace lora_refit::driver {
 namespace {
 
 constexpr int64_t kChunksPerBlock = cuda::kThreads / cuda::kWarpThreads;
 
 void check_buffer(size_t index, uint64_t address, uint64_t bytes) {
-  const std::string name = "buffer " + std::to_string(index);
-  if (bytes % 2 != 0 || bytes > INT64_MAX) {
-    throw std::invalid_argument(name + ": size " + std::to_string(bytes) +
-                                " bytes is not a multiple of 2");
-  }
-  if (bytes > 0 && address == 0) throw std::invalid_argument(name + " has address 0");
+  check_digest_buffer(index, address, bytes);
   if (address % 2 != 0) {
-    throw std::invalid_argument(name + " has the odd address " + std::to_string(address));
+    throw std::invalid_argument("buffer " + std::to_string(index) + " has the odd address " +
+                                std::to_string(address) + ", which a GPU cannot access");
   }
 }
 

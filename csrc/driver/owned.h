@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "driver/context.h"
+#include "driver/relaxed_capture.h"
 
 namespace lora_refit::driver {
 
@@ -16,38 +17,31 @@ class Owned {
  public:
   using GiveBack = Call<Handle...> Api::*;
 
-  Owned() = default;
   Owned(const Device& device, GiveBack give_back, Handle... handle)
       : device_(&device), give_back_(give_back), handle_(handle...) {}
-  Owned(Owned&& other) noexcept { *this = std::move(other); }
-  Owned& operator=(Owned&& other) noexcept {
-    if (this != &other) {
-      close();
-      device_ = std::exchange(other.device_, nullptr);
-      give_back_ = other.give_back_;
-      handle_ = other.handle_;
-    }
-    return *this;
-  }
-  ~Owned() { close(); }
+  Owned(Owned&& other) noexcept
+      : device_(std::exchange(other.device_, nullptr)),
+        give_back_(other.give_back_),
+        handle_(other.handle_) {}
+  ~Owned() { give_back(); }
 
   // The address, or the handle.
   auto get() const { return std::get<0>(handle_); }
 
  private:
-  void close() noexcept {
-    const Device* device = std::exchange(device_, nullptr);
-    if (device == nullptr || api_in_use() == nullptr) return;
+  void give_back() noexcept {
+    if (device_ == nullptr || api_in_use() == nullptr) return;
     try {
-      const Context context(*device);
+      const Context context(*device_);
+      const RelaxedCapture relaxed(context);
       std::apply([&](Handle... handle) { context.result_of(give_back_, handle...); }, handle_);
     } catch (const Error&) {
     }
   }
 
-  const Device* device_ = nullptr;
-  GiveBack give_back_ = nullptr;
-  std::tuple<Handle...> handle_{};
+  const Device* device_;  // null once moved from
+  GiveBack give_back_;
+  std::tuple<Handle...> handle_;
 };
 
 }  // namespace lora_refit::driver

@@ -3,6 +3,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "driver/relaxed_capture.h"
+
 namespace lora_refit::driver {
 
 Submission::Submission(const Device& device, size_t source_count, size_t destination_count,
@@ -15,6 +17,8 @@ Submission::Submission(const Device& device, size_t source_count, size_t destina
 Submission::~Submission() {
   if (api_in_use() == nullptr) return;
   try {
+    const Context context(device_);
+    const RelaxedCapture relaxed(context);
     wait();
   } catch (const Error&) {
     // The context is lost, and with it the launch that still used this memory.

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from check_kernels import run_on_cpu, types
 from gpu_buffers import DEVICE, GpuBuffer, addresses
-from merge_cases import check_merges_on_gpu
+from gpu_merges import check_merges_on_gpu
 
 from lora_refit.kernels import BLOCK_DTYPE, CopyKernel, digest
 

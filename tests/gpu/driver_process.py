@@ -1,41 +1,40 @@
-"""Python processes that use the CUDA backend of an extension, without the package and torch.
-
-Scripts find the extension as `_C`, its `_C.cuda` as `cuda`, and numpy as `np`.
-"""
+"""Python processes that use the CUDA backend of an extension, without the package and torch."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from lora_refit import _C
 
 _PRELUDE = """
-import importlib.util, os, sys
+import os
+import sys
 import numpy as np
-spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
-_C = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(_C)
-cuda = _C.cuda
-sys.argv = sys.argv[1:]
+from extension_under_test import cuda, stand_in
 """
 
 
 def start(
-    script: str,
+    script: str | Path,
     *arguments: str,
     environment: dict[str, str],
-    extension: str = _C.__file__,
+    extension: str | Path = _C.__file__,
     inherit: Sequence[int] = (),
 ) -> subprocess.Popen[str]:
     """Reads and writes text through its standard streams.
 
-    `arguments` are its sys.argv[1:], `inherit` descriptors that it has too.
+    `script` is a file, or text that may use what the prelude imports; `arguments` are its
+    sys.argv[1:], `inherit` descriptors that it has too.
     """
+    code = ["-c", _PRELUDE + script] if isinstance(script, str) else [str(script)]
+    path = os.pathsep.join([str(Path(__file__).parent), environment.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [sys.executable, "-c", _PRELUDE + script, extension, *arguments],
-        env=environment,
+        [sys.executable, *code, str(extension), *arguments],
+        env={**environment, "PYTHONPATH": path},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -45,7 +44,10 @@ def start(
 
 
 def run(
-    script: str, *arguments: str, environment: dict[str, str], extension: str = _C.__file__
+    script: str | Path,
+    *arguments: str,
+    environment: dict[str, str],
+    extension: str | Path = _C.__file__,
 ) -> str:
     """What it prints, once it has ended well."""
     process = start(script, *arguments, environment=environment, extension=extension)

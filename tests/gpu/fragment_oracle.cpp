@@ -1,11 +1,10 @@
 // Prints which matrix element each lane's registers hold, as CuTe knows it: one line for each
 // element with the map's name, the lane, the element's place in the lane, its row and its column.
 #include <cstdio>
-#include <map>
-#include <utility>
-
 #include <cute/atom/copy_traits_sm75.hpp>
 #include <cute/atom/mma_traits_sm80.hpp>
+#include <map>
+#include <utility>
 
 namespace {
 

@@ -103,14 +103,21 @@ def layer(
     scale: float = 0.5,
     misaligned: int = 0,
     layout: str = "rows",
+    integers: bool = False,
     seed: int = 0,
 ) -> Program:
-    """One weight, one block, one segment. `misaligned` counts elements, at every base."""
+    """One weight, one block, one segment.
+
+    Args:
+        misaligned: elements by which every base misses a multiple of 16 bytes.
+        integers: factors are -8 to 8, so that scale * B @ A is exact.
+    """
     rng = np.random.default_rng(seed)
     program = Program(modules=1)
     rows, cols = size
-    b = _put(program, rng, _values(rng, (rows, rank), adapter), layout, misaligned)
-    a = _put(program, rng, _values(rng, (rank, cols), adapter), layout, misaligned)
+    factors = _integers if integers else _values
+    b = _put(program, rng, factors(rng, (rows, rank), adapter), layout, misaligned)
+    a = _put(program, rng, factors(rng, (rank, cols), adapter), layout, misaligned)
     base = _put(program, rng, 0.1 * _values(rng, size, weight), "rows", misaligned)
     out = program.add_destination(poisoned(merged, rows * cols), misaligned * merged.itemsize)
     segments = program.add_segments([(b, a, rank)])
@@ -219,6 +226,10 @@ def _destination(
 
 def _values(rng: np.random.Generator, size: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(rng.standard_normal(size)).to(dtype)
+
+
+def _integers(rng: np.random.Generator, size: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(rng.integers(-8, 9, size)).to(dtype)
 
 
 def _put(

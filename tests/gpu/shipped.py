@@ -6,10 +6,10 @@ A build without CUDA has no fatbin; then nvcc compiles the same sources into a c
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Iterable
 from functools import cache
@@ -47,15 +47,13 @@ def ptx(source: str, architecture: int = PTX_ARCHITECTURE) -> str:
 
 
 @cache
-def cubins(sources: tuple[str, ...]) -> dict[tuple[str, int], Path]:
-    """Machine code by source and architecture; from the fatbin, one file serves all sources."""
+def cubins() -> dict[int, Path]:
+    """The machine code of all kernels by architecture."""
     if FATBIN.exists():
-        shipped = _shipped_cubins()
-        return {(source, arch): shipped[arch] for source in sources for arch in ARCHITECTURES}
+        return _shipped_cubins()
+    everything = CSRC / "cuda" / "kernels.cu"
     return {
-        (source, arch): compile_source(CSRC / "cuda" / source, f"-arch=sm_{arch}", "-cubin")
-        for source in sources
-        for arch in ARCHITECTURES
+        arch: compile_source(everything, f"-arch=sm_{arch}", "-cubin") for arch in ARCHITECTURES
     }
 
 
@@ -67,25 +65,27 @@ def compile_source(source: Path, *flags: str, include: Iterable[Path] = ()) -> P
     target = _cache_folder() / f"{source.stem}-{key}"
     if not target.exists():
         unfinished = target.with_suffix(f".{os.getpid()}")
-        subprocess.run([nvcc(), *command[1:], "-o", str(unfinished)], check=True)
+        subprocess.run(
+            [str(toolkit() / "bin/nvcc"), *command[1:], "-o", str(unfinished)], check=True
+        )
         unfinished.replace(target)
     return target
 
 
-def nvcc() -> str:
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    found = shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
-    assert found, "nvcc is needed: install the CUDA toolkit, or set CUDA_HOME"
-    return found
+def toolkit() -> Path:
+    """The folder of the CUDA toolkit: CUDA_HOME, the wheels of requirements/cuda.txt, or usual."""
+    wheels = Path(sysconfig.get_path("purelib")) / "nvidia/cu13"
+    for home in (os.environ.get("CUDA_HOME"), wheels, "/usr/local/cuda"):
+        if home and (Path(home) / "bin/nvcc").is_file():
+            return Path(home)
+    raise AssertionError("no nvcc: set CUDA_HOME or pip install -r requirements/cuda.txt")
 
 
-def binary_tool(name: str) -> str:
-    """cuobjdump or nvdisasm, from its wheel or the PATH."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    candidates = [tool for folder in folders for tool in Path(folder).glob(f"cu*/bin/{name}")]
-    found = str(candidates[0]) if candidates else shutil.which(name)
-    assert found, f"{name} is needed: pip install --no-deps nvidia-cuda-{name}"
+def cuobjdump() -> str:
+    """Of the wheel, which also disassembles, or of the toolkit."""
+    wheel = Path(sysconfig.get_path("purelib")) / "nvidia/cu13/bin/cuobjdump"
+    found = shutil.which(wheel) or shutil.which(toolkit() / "bin/cuobjdump")
+    assert found, "no cuobjdump: pip install -r requirements/cuda.txt"
     return found
 
 
@@ -117,7 +117,7 @@ def _extracted(kind: str) -> list[Path]:
     folder = _cache_folder() / _digest([FATBIN], kind)
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=_cache_folder()) as unfinished:
-            command = [binary_tool("cuobjdump"), f"-x{kind}", "all", str(FATBIN)]
+            command = [cuobjdump(), f"-x{kind}", "all", str(FATBIN)]
             subprocess.run(command, cwd=unfinished, check=True, stdout=subprocess.DEVNULL)
             shutil.copytree(unfinished, folder)
     return sorted(folder.iterdir())

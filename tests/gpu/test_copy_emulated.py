@@ -31,7 +31,7 @@ PROGRAMS = {
         host=(HERE / "emulated" / "fuzz_digest.cpp", *CPU),
     ),
 }
-CASES = {"plain": 60, "address": 40, "thread": 4}
+CASES = {"plain": 40, "address": 25, "thread": 4}
 """Random cases in each build; ThreadSanitizer takes a second for each."""
 
 
@@ -72,7 +72,7 @@ FAULTS = [
     Fault(
         "loads go past the last unit",
         "copy",
-        Edit("copy.cu", "min(unit + i * kWarpThreads, count - 1)", "unit + i * kWarpThreads"),
+        Edit("copy_move.cuh", "min(unit + i * kWarpThreads, count - 1)", "unit + i * kWarpThreads"),
         "heap-buffer-overflow",
         "address",
     ),
@@ -97,7 +97,7 @@ FAULTS = [
     Fault(
         "units in flight are stored twice",
         "copy",
-        Edit("copy.cu", "in[next - 1] = in[next]", "in[next] = in[next - 1]"),
+        Edit("copy_move.cuh", "in[next - 1] = in[next]", "in[next] = in[next - 1]"),
         DIFFERS,
     ),
     Fault(

@@ -60,18 +60,20 @@ def every_pattern(dtype: torch.dtype) -> torch.Tensor:
     return ((patterns << 16) + chosen.to(torch.int32)).view(torch.float32)
 
 
-def all_variants(misaligned: int) -> Case:
-    """Each dtype pair and scaling on every 16-bit pattern, and a zero fill of each size."""
+def all_variants(misaligned: int, step: int) -> Case:
+    """Each dtype pair and scaling on every `step`-th pattern, and a zero fill of each size.
+
+    All buffers begin `misaligned` elements after a multiple of 16 bytes.
+    """
     case = Case()
     for src, dst in PAIRS:
-        values = every_pattern(src)
+        values = every_pattern(src)[::step].contiguous()
         count = values.numel()
         for scale, flags in SCALINGS:
             blocks = block((1, 1, count), (0, 0, 1), (0, 0, 1), scale=scale, flags=flags)
             source = Buffer(values, misaligned * src.itemsize)
-            case.add(
-                Case(blocks, [source], [Buffer(poisoned(dst, count), misaligned * dst.itemsize)])
-            )
+            target = Buffer(poisoned(dst, count), misaligned * dst.itemsize)
+            case.add(Case(blocks, [source], [target]))
     for dtype in DTYPES:
         blocks = block((1, 3, 401), (0, 0, 1), (0, 500, 1), src=ZERO_FILL)
         case.add(Case(blocks, [], [Buffer(poisoned(dtype, 1500), misaligned * dtype.itemsize)]))
@@ -80,11 +82,18 @@ def all_variants(misaligned: int) -> Case:
 
 def test_every_variant_on_every_pattern() -> None:
     """27 dtype pairs and scalings and both zero fills, NaN payloads included, 16 bytes at a time."""
-    opcodes = assert_equals_cpu(copy_kernel(), all_variants(misaligned=0))
+    opcodes = assert_equals_cpu(copy_kernel(), all_variants(misaligned=0, step=1))
     stores = {op: n for op, n in opcodes.items() if op.startswith("st.global")}
     wide = sum(count for opcode, count in stores.items() if ".v4." in opcode)
     print(stores)
     assert wide > 0.99 * sum(stores.values())
+
+
+@pytest.mark.parametrize("misaligned", [1, 2])
+def test_every_variant_where_16_bytes_do_not_fit(misaligned: int) -> None:
+    """Single elements, or pairs of 2-byte elements."""
+    opcodes = assert_equals_cpu(copy_kernel(), all_variants(misaligned, step=31))
+    assert not any(op.startswith("st.global") and ".v4." in op for op in opcodes)
 
 
 def tall_plan(rows: int) -> Case:
@@ -118,18 +127,26 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_kernel_is_caught(mutant: str) -> None:
-    """Each edit of the PTX is either a PtxError or a difference; the unedited kernel passes."""
+def several_tiles() -> Case:
+    """Six tiles, of two dtype pairs, with ties to round."""
     case = Case()
     for src, dst in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)):
         values = every_pattern(src)[::5].contiguous()
         blocks = block((1, 3, 4096), (0, 4096, 1), (0, 4096, 1))
         case.add(Case(blocks, [Buffer(values)], [Buffer(poisoned(dst, 3 * 4096))]))
-    text = shipped.ptx("copy.cu")
-    assert_equals_cpu(copy_kernel(), case)
-    edited, count = re.subn(*MUTANTS[mutant], text)
+    return case
+
+
+def test_the_kernel_passes_where_wrong_ones_fail() -> None:
+    assert_equals_cpu(copy_kernel(), several_tiles())
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_kernel_is_caught(mutant: str) -> None:
+    """Each edit of the PTX is either a PtxError or a difference."""
+    edited, count = re.subn(*MUTANTS[mutant], shipped.ptx("copy.cu"))
     assert count > 0, "the edit applies nowhere"
+    kernel = ptxsim.parse(edited)["lora_refit_copy"]
     with pytest.raises((PtxError, AssertionError)) as caught:
-        assert_equals_cpu(ptxsim.parse(edited)["lora_refit_copy"], case)
+        assert_equals_cpu(kernel, several_tiles())
     print(f"{mutant}: {caught.value!r:.120}")

@@ -78,6 +78,7 @@ def broken_driver(folder: Path) -> dict[str, str]:
         ("none", "no CUDA driver (libcuda.so.1: cannot open shared object file"),
         ("too old", "libcuda.so.1 has no cuInit: update the NVIDIA driver"),
         ("without devices", "cuInit failed: CUDA_ERROR_NO_DEVICE"),
+        ("broken", "cuInit failed: CUDA_ERROR_NOT_INITIALIZED"),
     ],
 )
 def test_every_call_says_what_is_missing(driver: str, said: str, tmp_path: Path) -> None:
@@ -85,6 +86,7 @@ def test_every_call_says_what_is_missing(driver: str, said: str, tmp_path: Path)
         "none": lambda: dict(os.environ),
         "too old": lambda: broken_driver(tmp_path),
         "without devices": lambda: stand_in.environment(FAKECUDA_DEVICES="0"),
+        "broken": lambda: stand_in.environment(FAKECUDA_FAIL="cuInit:3"),
     }[driver]()
     status, errors, calls = json.loads(driver_process.run(CALLS, environment=environment))
     print(status)

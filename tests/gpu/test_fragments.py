@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 from pathlib import Path
 
@@ -35,15 +36,18 @@ MAPS = {
 
 def cutlass_include() -> Path:
     spec = importlib.util.find_spec("cutlass_library")
-    assert spec and spec.origin, "CuTe is needed: pip install --no-deps nvidia-cutlass"
+    assert spec and spec.origin, "no CuTe: pip install -r requirements/cuda.txt"
     return Path(spec.origin).parent / "source" / "include"
 
 
 @pytest.fixture(scope="module")
-def oracle() -> dict[str, list[tuple[int, ...]]]:
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, ...]]]:
     """(lane, element, row, column) of each map, from CuTe on the host."""
-    source = Path(__file__).with_name("fragment_oracle.cpp")
-    program = shipped.compile_source(source, "-w", "-O0", f"-I{cutlass_include()}")
+    program = tmp_path_factory.mktemp("oracle") / "fragment_oracle"
+    cuda = shipped.toolkit() / "include"
+    include = [f"-I{folder}" for folder in (cutlass_include(), cuda, cuda / "cccl")]
+    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-w", *include, "-o", str(program)]
+    subprocess.run([*command, str(Path(__file__).with_name("fragment_oracle.cpp"))], check=True)
     printed = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
     maps: dict[str, list[tuple[int, ...]]] = {}
     for line in printed.splitlines():

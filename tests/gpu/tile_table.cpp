@@ -2,8 +2,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cuda/kernels.h"
-#include "plan/boxes.h"
+#include "plan/copy_tiles.h"
 
 using namespace lora_refit;
 
@@ -15,13 +14,6 @@ std::vector<BufferShape> shapes(const int32_t* dtypes, const int64_t* sizes, int
   return result;
 }
 
-int32_t variant_of(const Box& box) {
-  if (box.block.src != kZeroFill) {
-    return cuda::copy_variant(box.src_dtype, box.dst_dtype, box.scaling);
-  }
-  return element_bytes(box.dst_dtype) == 2 ? cuda::kZeroFillVariant2 : cuda::kZeroFillVariant4;
-}
-
 }  // namespace
 
 // Returns how many tiles there are, and writes as many as `capacity` allows.
@@ -30,12 +22,12 @@ extern "C" int64_t tile_table(const CopyBlock* blocks, int64_t block_count,
                               int64_t src_count, const int32_t* dst_dtypes,
                               const int64_t* dst_sizes, int64_t dst_count, cuda::CopyTile* tiles,
                               int64_t capacity) {
-  const auto boxes = cut_into_boxes({blocks, blocks + block_count},
-                                    shapes(src_dtypes, src_sizes, src_count),
-                                    shapes(dst_dtypes, dst_sizes, dst_count), cuda::kBoxBytes);
+  const auto boxes =
+      cut_into_boxes({blocks, blocks + block_count}, shapes(src_dtypes, src_sizes, src_count),
+                     shapes(dst_dtypes, dst_sizes, dst_count), cuda::kBoxBytes);
   const auto count = static_cast<int64_t>(boxes.size());
   for (int64_t i = 0; i < count && i < capacity; ++i) {
-    tiles[i] = {boxes[i].block, variant_of(boxes[i]), 0};
+    tiles[i] = copy_tile(boxes[i]);
   }
   return count;
 }

@@ -24,6 +24,9 @@ void require_initialised();
 // The device of the current context. Throws Refusal where there is none, or it is lost.
 Device& current_device();
 
+// The capture mode of this thread; kCaptureRelaxed lets require_no_capture pass.
+int& capture_mode();
+
 // Ends the captures of this thread and throws Refusal if there are any: calls that synchronise or
 // allocate are refused meanwhile.
 void require_no_capture();

@@ -9,7 +9,8 @@
 namespace fakecuda {
 
 // "cuMemAlloc:2" fails every cuMemAlloc with error 2; "cuMemAlloc:2:3" only the third from now on;
-// "*" stands for any call but cuCtxPopCurrent, after whose failure nothing could be put right.
+// "*" stands for any call but those that restore a thread's context and capture mode, after whose
+// failure nothing could be put right. FAKECUDA_FAIL in the environment is the first failure.
 struct Failure {
   std::string call;
   Result result = kSuccess;

@@ -139,6 +139,13 @@ FAKECUDA_ENTRY cuStreamBeginCapture_v2(StreamHandle handle, int mode) {
   });
 }
 
+FAKECUDA_ENTRY cuThreadExchangeStreamCaptureMode(int* mode) {
+  return call("cuThreadExchangeStreamCaptureMode", [&] {
+    require(*mode >= 0 && *mode <= kCaptureRelaxed, kErrorInvalidValue);
+    std::swap(*mode, capture_mode());
+  });
+}
+
 FAKECUDA_ENTRY cuStreamEndCapture(StreamHandle handle, GraphHandle* graph) {
   return call_in_context("cuStreamEndCapture", [&](Device& device) {
     const auto stream = stream_at(device, handle);

@@ -101,6 +101,8 @@ class Operands:
                 machine.registers.read(register, lanes).astype(unsigned).view(dtype)
             )
         self._check_width(name, width, dtype)
+        if dtype == STORAGE[width]:
+            return lambda machine, lanes: machine.registers.read(register, lanes)
         return lambda machine, lanes: machine.registers.read(register, lanes).view(dtype)
 
     def target_named(self, name: str, dtype: np.dtype[Any], may_be_wider: bool = False) -> Target:
@@ -186,7 +188,14 @@ def elementwise(operands: Operands, dtype: np.dtype[Any], function: Callable[...
     target = operands.target(0, dtype)
     sources = [operands.source(i, dtype) for i in range(1, len(operands))]
 
-    def execute(machine: Machine, lanes: Lanes) -> None:
-        target(machine, lanes, function(*(source(machine, lanes) for source in sources)))
+    def unary(machine: Machine, lanes: Lanes) -> None:
+        target(machine, lanes, function(sources[0](machine, lanes)))
 
-    return execute
+    def binary(machine: Machine, lanes: Lanes) -> None:
+        values = function(sources[0](machine, lanes), sources[1](machine, lanes))
+        target(machine, lanes, values)
+
+    def general(machine: Machine, lanes: Lanes) -> None:
+        target(machine, lanes, function(*[source(machine, lanes) for source in sources]))
+
+    return {1: unary, 2: binary}.get(len(sources), general)

@@ -43,9 +43,9 @@ class Space:
     size: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Kernel:
-    """One `.entry`. A label is an index into the instructions."""
+    """One `.entry`. A label is an index into the instructions. A kernel equals itself only."""
 
     name: str
     parameters: Space

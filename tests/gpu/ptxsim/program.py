@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,8 +49,10 @@ class Program:
     shared_granule: int
 
 
+@lru_cache(maxsize=16)
 def decode(kernel: Kernel) -> Program:
-    """
+    """All instructions, at the first launch of a kernel.
+
     Raises:
         PtxError: an instruction is not modelled in the form that it has.
     """
@@ -61,6 +64,8 @@ def decode(kernel: Kernel) -> Program:
         except PtxError as error:
             raise PtxError(f"{kernel.name}: `{instruction.text}`: {error}") from error
     _refuse_open_contraction(kernel)
+    if not steps or steps[-1].guard is not None or steps[-1].control is None:
+        raise PtxError(f"{kernel.name}: threads may run past its end")
     return Program(steps, registers, _global_granule(kernel), _shared_granule(kernel))
 
 

@@ -47,9 +47,9 @@ class RegisterFile:
             values = np.zeros(self._threads, STORAGE[self._widths[register]])
             self._values[register] = values
         lanes.put(values, bits)
-        self._last_writers[register] = lanes
-        if self._complete[register]:
+        if self._complete[register] or self._last_writers[register] is lanes:
             return
+        self._last_writers[register] = lanes
         if lanes.is_everyone:
             self._complete[register] = True
             return

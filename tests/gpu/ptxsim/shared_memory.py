@@ -7,6 +7,8 @@ it, or added to by atomics; all else is a race.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +27,20 @@ MANY = 62
 ATOMICS = 63
 
 
+@dataclass(frozen=True)
+class _Stamps:
+    """What some lanes compare and leave behind, `int64[lane, 1]`, until the next barrier."""
+
+    lanes: Lanes
+    first_bytes: NDArray[np.int64]
+    """Where the memory of each lane's block starts, `int64[lane]`."""
+    block: NDArray[np.int64]
+    """Stamps below this one are from before the block's last barrier."""
+    warp: NDArray[np.int64]
+    """Stamps of the own warp below this one are from before its last barrier."""
+    mine: NDArray[np.int64]
+
+
 class SharedMemory:
     def __init__(self, blocks: int, block_threads: int, size: int, granule: int) -> None:
         self._size = size
@@ -38,15 +54,19 @@ class SharedMemory:
         self._copies_in_flight = False
         threads = np.arange(blocks * block_threads)
         self._block_of = threads // block_threads
+        self._lane_of = threads % WARP
         self._warp_of = threads % block_threads // WARP
         self._interval = np.ones(blocks, np.int64)
         self._warp_interval = np.ones(len(threads) // WARP, np.int64)
+        self._last_stamps: _Stamps | None = None
 
     def pass_barrier(self, blocks: NDArray[np.int64]) -> None:
         self._interval[blocks] += 1
+        self._last_stamps = None
 
     def pass_warp_barrier(self, warps: NDArray[np.int64]) -> None:
         self._warp_interval[warps] += 1
+        self._last_stamps = None
 
     def load(self, lanes: Lanes, addresses: Values, size: int) -> Values:
         """Bytes, `uint8[lane, size]`."""
@@ -69,9 +89,10 @@ class SharedMemory:
         size = values.dtype.itemsize
         offsets = self._locate(lanes, addresses, size)
         index = self._granules(offsets, size)
-        now = self._interval_start(lanes) + (ATOMICS << UPPER)
+        block = self._stamps(lanes).block
+        now = block + (ATOMICS << UPPER)
         for used in (self._readers[index], self._writers[index]):
-            if ((used >= self._interval_start(lanes)) & (used != now)).any():
+            if ((used >= block) & (used != now)).any():
                 raise PtxError("shared memory race: an atomic beside a plain access")
         self._writers[index] = now
         cells = self._bytes.view(values.dtype)
@@ -100,43 +121,45 @@ class SharedMemory:
     def _locate(self, lanes: Lanes, addresses: Values, size: int) -> NDArray[np.int64]:
         if (addresses & np.uint64(size - 1)).any():
             raise PtxError(f"misaligned shared access of {size} bytes")
-        outside = (addresses >= np.uint64(self._size)) | (
-            addresses + np.uint64(size) > np.uint64(self._size)
-        )
-        if outside.any():
+        if (addresses > np.uint64(max(self._size - size, 0))).any() or size > self._size:
             raise PtxError(
-                f"out of bounds shared access at byte {int(addresses[outside][0])} of {self._size}"
+                f"out of bounds shared access at byte {int(addresses.max())} of {self._size}"
             )
-        return lanes.take(self._block_of) * self._stride + addresses.astype(np.int64)
+        return self._stamps(lanes).first_bytes + addresses.astype(np.int64)
 
     def _granules(self, offsets: NDArray[np.int64], size: int) -> NDArray[np.int64]:
         """`int64[lane, granules of an access]`."""
         first = offsets // self._granule
         return first[:, None] + np.arange(max(1, size // self._granule))
 
-    def _interval_start(self, lanes: Lanes) -> NDArray[np.int64]:
-        """Stamps below this one are from before the block's last barrier; `[lane, 1]`."""
-        return (self._interval[lanes.take(self._block_of)] * (ACTORS << UPPER))[:, None]
-
-    def _warp_start(self, lanes: Lanes) -> NDArray[np.int64]:
-        """The warp's own stamps from before its last bar.warp.sync are below this one."""
-        warp = lanes.take(self._warp_of)[:, None] << UPPER
-        interval = self._warp_interval[lanes.threads // WARP] * ACTORS
-        return self._interval_start(lanes) + warp + interval[:, None]
+    def _stamps(self, lanes: Lanes) -> _Stamps:
+        """Kept for the next access, which is mostly by the same lanes."""
+        if self._last_stamps is None or self._last_stamps.lanes is not lanes:
+            blocks = lanes.take(self._block_of)
+            block = self._interval[blocks] * (ACTORS << UPPER)
+            own_warp = lanes.take(self._warp_of) << UPPER
+            warp = block + own_warp + self._warp_interval[lanes.threads // WARP] * ACTORS
+            self._last_stamps = _Stamps(
+                lanes,
+                blocks * self._stride,
+                block[:, None],
+                warp[:, None],
+                (warp + lanes.take(self._lane_of))[:, None],
+            )
+        return self._last_stamps
 
     def _check_read(self, lanes: Lanes, offsets: NDArray[np.int64], size: int) -> None:
         index = self._granules(offsets, size)
         self._refuse_in_flight(index)
-        block, warp = self._interval_start(lanes), self._warp_start(lanes)
-        mine = warp + (lanes.threads % WARP)[:, None]
-        self._refuse(self._writers[index], mine, block, warp, "a read of what", "writes")
-        many_lanes, many_warps = warp + MANY, block + (MANY << UPPER)
-        known = self._readers[index]
-        if ((known == mine) | (known == many_lanes) | (known == many_warps)).all():
+        stamps = self._stamps(lanes)
+        self._refuse(self._writers[index], stamps, "a read of what", "writes")
+        many_lanes, many_warps = stamps.warp + MANY, stamps.block + (MANY << UPPER)
+        known, mine = self._readers[index], stamps.mine
+        if ((known == many_lanes) | (known == many_warps) | (known == mine)).all():
             return
         own_warp = known >> UPPER == mine >> UPPER
-        after = np.where(own_warp & (known >= warp), many_lanes, mine)
-        after = np.where((known >= block) & ~own_warp, many_warps, after)
+        after = np.where(own_warp & (known >= stamps.warp), many_lanes, mine)
+        after = np.where((known >= stamps.block) & ~own_warp, many_warps, after)
         self._readers[index] = after
         self._mark_joint_readers(index, after, many_lanes, many_warps)
 
@@ -154,25 +177,22 @@ class SharedMemory:
     def _check_write(self, lanes: Lanes, offsets: NDArray[np.int64], size: int) -> None:
         index = self._granules(offsets, size)
         self._refuse_in_flight(index)
-        block, warp = self._interval_start(lanes), self._warp_start(lanes)
-        mine = warp + (lanes.threads % WARP)[:, None]
-        self._refuse(self._readers[index], mine, block, warp, "a write of what", "reads")
-        self._refuse(self._writers[index], mine, block, warp, "a write of what", "writes")
-        self._writers[index] = mine
-        if (self._writers[index] >> UPPER != mine >> UPPER).any():
+        stamps = self._stamps(lanes)
+        self._refuse(self._readers[index], stamps, "a write of what", "reads")
+        self._refuse(self._writers[index], stamps, "a write of what", "writes")
+        self._writers[index] = stamps.mine
+        if (self._writers[index] >> UPPER != stamps.mine >> UPPER).any():
             raise PtxError("shared memory race: two warps write at one address")
 
-    def _refuse(
-        self, used: Values, mine: Values, block: Values, warp: Values, what: str, does: str
-    ) -> None:
+    def _refuse(self, used: Values, stamps: _Stamps, what: str, does: str) -> None:
         """Uses by another warp since the block's barrier, or another lane since the warp's."""
-        is_recent = (used != mine) & (used >= block)
+        is_recent = used >= stamps.block
         if not is_recent.any():
             return
-        own_warp = used >> UPPER == mine >> UPPER
+        own_warp = used >> UPPER == stamps.mine >> UPPER
         if (is_recent & ~own_warp).any():
             raise PtxError(f"shared memory race: {what} another warp {does}")
-        if (is_recent & (used >= warp)).any():
+        if (own_warp & (used >= stamps.warp) & (used != stamps.mine)).any():
             raise PtxError(f"shared memory race: {what} another lane of the warp {does}")
 
     def _refuse_in_flight(self, index: NDArray[np.int64]) -> None:

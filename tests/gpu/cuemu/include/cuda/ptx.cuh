@@ -78,7 +78,7 @@ inline uint32_t shuffle_xor(uint32_t v, int lane_bits) {
 
 // ---- arithmetic -----------------------------------------------------------------------------
 
-inline float multiply(float a, float b) { return a * b; }
+inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 
 inline uint32_t add_if_different(uint32_t count, uint32_t a, uint32_t b) {
   return a != b ? count + 1 : count;
@@ -101,16 +101,6 @@ inline uint32_t round_f16x2(float low, float high) {
 
 inline float2 widen_f16x2(uint32_t pair) {
   return {f16_to_float(half_of(pair, 0)), f16_to_float(half_of(pair, 1))};
-}
-
-// The bits below tf32's are left to the implementation, so here they are noise.
-inline constexpr uint32_t kBelowTf32 = 0x1FFF;
-
-inline uint32_t round_tf32(float v) {
-  const uint32_t bits = bits_of_float(v);
-  const uint32_t rounded = std::isfinite(v) ? bits + 0x1000 : bits;  // ties away from zero
-  const uint32_t noise = std::isfinite(v) ? 0x0AAA : 0;
-  return (rounded & ~kBelowTf32) | noise;
 }
 
 // ---- matrix ---------------------------------------------------------------------------------
@@ -163,14 +153,19 @@ void multiply_accumulate(const char* operation, Accumulator& sums, const Operand
                          int lane_elements, RowValue row_value, ColValue col_value) {
   const auto& lanes = cuemu::exchange(operation, cuemu::kAllLanes, &mine, sizeof mine);
   const unsigned lane = cuemu::lane_number();
+  const unsigned first_col = lane % 4 * 2;
+  Operands rows[4];     // of the quad that holds row lane / 4
+  Operands cols[2][4];  // of those that hold columns first_col and first_col + 1
+  for (unsigned i = 0; i < 4; ++i) {
+    rows[i] = cuemu::payload_of<Operands>(lanes, lane / 4 * 4 + i);
+    cols[0][i] = cuemu::payload_of<Operands>(lanes, first_col * 4 + i);
+    cols[1][i] = cuemu::payload_of<Operands>(lanes, (first_col + 1) * 4 + i);
+  }
   for (unsigned e = 0; e < 4; ++e) {
     const unsigned i = lane / 4 + 8 * (e / 2);
-    const unsigned j = lane % 4 * 2 + e % 2;
     for (unsigned k = 0; k < kDepth; ++k) {
       const unsigned quad = k / lane_elements % 4;
-      const auto row = cuemu::payload_of<Operands>(lanes, i % 8 * 4 + quad);
-      const auto col = cuemu::payload_of<Operands>(lanes, j * 4 + quad);
-      sums.r[e] += row_value(row.rows, i, k) * col_value(col.cols, k);
+      sums.r[e] += row_value(rows[quad].rows, i, k) * col_value(cols[e % 2][quad].cols, k);
     }
   }
 }
@@ -192,6 +187,9 @@ inline void mma_bf16(Accumulator& sums, const RowFragment& rows, const ColFragme
 inline void mma_f16(Accumulator& sums, const RowFragment& rows, const ColFragment& cols) {
   mma_halves("mma.f16", sums, {rows, cols}, f16_to_float);
 }
+
+// The bits below tf32's do not count.
+inline constexpr uint32_t kBelowTf32 = 0x1FFF;
 
 inline void mma_tf32(Accumulator& sums, const RowFragment& rows, const ColFragment& cols) {
   const auto value = [](uint32_t bits) { return float_from_bits(bits & ~kBelowTf32); };

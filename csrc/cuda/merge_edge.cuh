@@ -18,15 +18,11 @@ __device__ __forceinline__ void write_element(float product, int row, int col, c
   constexpr int kOutBytes = element_bytes(kOut);
   const std::byte* weight_row = tile.strip.weight + row * tile.strip.weight_pitch;
   const auto in = load_packet<kWeightBytes>(weight_row + (tile.col + col) * kWeightBytes);
-  float weight;
-  if constexpr (kWeight == DType::kF32) {
-    weight = float_from_bits(in.words[0]);
-  } else {
-    weight = widen_pair<kWeight>(in.words[0]).x;
-  }
+  const uint32_t words[2] = {in.words[0], 0};
   uint32_t out[2];
   // The second element is a zero that stays one.
-  merge_pair<kWeight, kOut>({weight, 0.0f}, {product, 0.0f}, tile.strip.scale, out, tally);
+  merge_pair<kWeight, kOut>(weight_pair_at<kWeight>(words, 0), {product, 0.0f}, tile.strip.scale,
+                            out, tally);
   const uint64_t byte = static_cast<uint64_t>(tile.strip.dst_byte + row * tile.strip.dst_pitch +
                                               (tile.col + col) * kOutBytes);
   const Packet<kOutBytes> packet = {out[0]};

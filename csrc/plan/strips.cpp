@@ -38,9 +38,9 @@ void append_strips(int32_t number, const MergeBlock& block, int64_t most,
 }  // namespace
 
 std::vector<MergeStrip> cut_into_strips(const std::vector<MergeBlock>& blocks,
-                                        int64_t strips_wanted) {
-  const int64_t most =
-      std::max<int64_t>(1, tile_count(blocks) / std::max<int64_t>(1, strips_wanted));
+                                        int64_t thread_blocks) {
+  const int64_t wanted = 2 * std::max<int64_t>(1, thread_blocks);
+  const int64_t most = std::max<int64_t>(1, tile_count(blocks) / wanted);
   std::vector<MergeStrip> strips;
   for (size_t i = 0; i < blocks.size(); ++i) {
     append_strips(static_cast<int32_t>(i), blocks[i], most, strips);

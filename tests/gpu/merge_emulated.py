@@ -25,10 +25,15 @@ EXECUTABLE = emulated_build.Program(
 
 @dataclass(frozen=True)
 class Launch:
-    """How a program is run: thread blocks, strips asked for, and a schedule (0 is in order)."""
+    """How a program is run.
+
+    grid: thread blocks; fewer than the strips, so that each takes several.
+    thread_blocks: how many the strips are cut for.
+    seed: of a random order of threads and blocks; 0 runs them in order.
+    """
 
     grid: int = 3
-    strips_wanted: int = 5
+    thread_blocks: int = 5
     seed: int = 0
 
 
@@ -57,7 +62,7 @@ def _packed(program: Program, launch: Launch) -> bytes:
     code = DTYPE_CODES[adapter.tensor.dtype] if adapter else 0
     arrays = [
         np.array([code, launch.grid, launch.seed], np.int64),
-        strips(program, launch.strips_wanted),
+        strips(program, launch.thread_blocks),
         program.blocks,
         program.segments,
     ]

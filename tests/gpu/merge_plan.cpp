@@ -43,9 +43,9 @@ extern "C" void check_merge_program(const void* blocks, int64_t block_count, con
 }
 
 // Writes up to `room` strips and returns how many there are.
-extern "C" int64_t cut_merge_strips(const void* blocks, int64_t block_count, int64_t strips_wanted,
+extern "C" int64_t cut_merge_strips(const void* blocks, int64_t block_count, int64_t thread_blocks,
                                     cuda::MergeStrip* strips, int64_t room) {
-  const auto cut = cut_into_strips(copy<MergeBlock>(blocks, block_count), strips_wanted);
+  const auto cut = cut_into_strips(copy<MergeBlock>(blocks, block_count), thread_blocks);
   const int64_t count = static_cast<int64_t>(cut.size());
   std::copy_n(cut.begin(), std::min(room, count), strips);
   return count;

@@ -38,12 +38,12 @@ def check(program: Program) -> str:
     return error.value.decode()
 
 
-def strips(program: Program, wanted: int) -> NDArray[np.void]:
+def strips(program: Program, thread_blocks: int) -> NDArray[np.void]:
     """`STRIP_DTYPE` [n]: the strips of a program that passes the check."""
     result = np.zeros(0, STRIP_DTYPE)
     while True:
         count = _library().cut_merge_strips(
-            _pointer(program.blocks), _count(program.blocks), ctypes.c_int64(wanted),
+            _pointer(program.blocks), _count(program.blocks), ctypes.c_int64(thread_blocks),
             _pointer(result), _count(result),
         )  # fmt: skip
         if count <= len(result):

@@ -26,7 +26,7 @@ def run(kernel: ptxsim.Kernel, program: Program, launch: Launch) -> Result:
     destinations = program.fresh_destinations()
     digests = np.zeros(len(destinations), np.uint64)
     sums = np.zeros(program.modules, MERGE_SUMS_DTYPE)
-    table = strips(program, launch.strips_wanted)
+    table = strips(program, launch.thread_blocks)
     inputs = [
         table,
         program.blocks,

@@ -60,14 +60,13 @@ def cubins() -> dict[int, Path]:
 def compile_source(source: Path, *flags: str, include: Iterable[Path] = ()) -> Path:
     """nvcc's output file. Compiled once for each text of the sources. `include` comes first."""
     folders = [*include, CSRC]
-    command = ["nvcc", *NVCC_FLAGS, *(f"-I{folder}" for folder in folders), *flags, str(source)]
-    key = _digest([source, *_headers(folders)], " ".join(command))
+    arguments = [*NVCC_FLAGS, *(f"-I{folder}" for folder in folders), *flags, str(source)]
+    key = _digest([source, *_headers(folders)], " ".join(arguments))
     target = _cache_folder() / f"{source.stem}-{key}"
     if not target.exists():
         unfinished = target.with_suffix(f".{os.getpid()}")
-        subprocess.run(
-            [str(toolkit() / "bin/nvcc"), *command[1:], "-o", str(unfinished)], check=True
-        )
+        nvcc = toolkit() / "bin/nvcc"
+        subprocess.run([nvcc, *arguments, "-o", unfinished], check=True)
         unfinished.replace(target)
     return target
 

@@ -74,7 +74,7 @@ def executable(sanitizer: str) -> Path:
 def test_every_dtype_layout_and_size() -> None:
     """W, W' and factors of fp32, fp16 and bf16 in all combinations; ranks below and above a
     K-block; one element; odd sizes at odd addresses."""
-    check(executable("plain"), explicit_programs(), Launch(grid=2, strips_wanted=3))
+    check(executable("plain"), explicit_programs(), Launch(grid=2, thread_blocks=3))
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -82,7 +82,7 @@ def test_random_programs(seed: int) -> None:
     """Shards over 1 to 3 ranks along rows, columns or K; rows that move; strided factors; strips of
     all lengths; threads in random order."""
     programs = random_programs(range(4 * seed, 4 * seed + 4), 60_000)
-    check(executable("plain"), programs, Launch(grid=seed, strips_wanted=3 * seed, seed=seed))
+    check(executable("plain"), programs, Launch(grid=seed, thread_blocks=3 * seed, seed=seed))
 
 
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
@@ -225,7 +225,7 @@ def fault_programs(sanitizer: str) -> list[Program]:
     programs = [
         layer(BF16, BF16, BF16, (72, 264), 20),
         layer(F32, F32, F32, (70, 136), 12),
-        layer(BF16, BF16, F32, (2, 2304), 8),  # rows of several digest chunks
+        layer(BF16, BF16, F32, (2, 4608), 8),  # rows of several digest chunks
         layer(F16, F16, F16, (9, 31), 3),
         layer(BF16, BF16, BF16, (9, 16), 130),
         *random_programs(range(103, 106), SMALL),  # one has several segments
@@ -234,7 +234,7 @@ def fault_programs(sanitizer: str) -> list[Program]:
 
 
 EXACT = layer(BF16, F32, F32, (40, 40), 16, integers=True)
-FAULT_LAUNCH = Launch(grid=2, strips_wanted=1, seed=7)
+FAULT_LAUNCH = Launch(grid=2, thread_blocks=1, seed=7)
 
 
 def all_faults(executable: Path, sanitizer: str) -> list[str]:

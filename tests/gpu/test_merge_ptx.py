@@ -26,7 +26,7 @@ KERNELS = {
     F16: "lora_refit_merge_f16",
     BF16: "lora_refit_merge_bf16",
 }
-LAUNCH = Launch(grid=2, strips_wanted=3)
+LAUNCH = Launch(grid=2, thread_blocks=3)
 
 
 def kernel(adapter: torch.dtype) -> ptxsim.Kernel:

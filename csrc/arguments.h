@@ -45,6 +45,17 @@ std::vector<Row> unpack(const char* name, const pybind11::buffer& packed) {
   return rows;
 }
 
+// `sums` as the MergeSums of `modules` modules, to be overwritten.
+inline MergeSums* writable_sums(const pybind11::buffer& sums, size_t modules) {
+  const pybind11::buffer_info info = sums.request(true);
+  const size_t bytes = static_cast<size_t>(info.size * info.itemsize);
+  if (PyBuffer_IsContiguous(info.view(), 'C') == 0 || bytes != modules * sizeof(MergeSums)) {
+    throw std::invalid_argument("sums must be " + std::to_string(modules) +
+                                " contiguous MergeSums, one for each module");
+  }
+  return static_cast<MergeSums*>(info.ptr);
+}
+
 inline std::vector<BufferShape> buffer_shapes(const char* side, const std::vector<int>& dtypes,
                                               const std::vector<int64_t>& sizes) {
   if (dtypes.size() != sizes.size()) {

@@ -10,6 +10,7 @@
 #include "arguments.h"
 #include "cpu/copy.h"
 #include "cpu/digest.h"
+#include "cpu/merge.h"
 #include "cpu/shared_word.h"
 #include "cpu/simd.h"
 #include "cuda_bindings.h"
@@ -44,6 +45,30 @@ void run_program(const CopyProgram& program, const Words& src_addresses, const W
   uint64_t* out = digests.mutable_data();
   py::gil_scoped_release unlocked;
   program.run(src, dst, out, threads);
+}
+
+MergeProgram make_merge_program(const py::buffer& blocks, const py::buffer& segments,
+                                const std::vector<int>& src_dtypes,
+                                const std::vector<int64_t>& src_sizes,
+                                const std::vector<int>& dst_dtypes,
+                                const std::vector<int64_t>& dst_sizes, int32_t modules) {
+  return MergeProgram(unpack<MergeBlock>("blocks", blocks),
+                      unpack<MergeSegment>("segments", segments),
+                      buffer_shapes("sources", src_dtypes, src_sizes),
+                      buffer_shapes("destinations", dst_dtypes, dst_sizes), modules);
+}
+
+void run_merge(const MergeProgram& program, const Words& src_addresses, const Words& dst_addresses,
+               Words& digests, const py::buffer& sums, int threads) {
+  check_length("src_addresses", src_addresses, program.source_count());
+  check_length("dst_addresses", dst_addresses, program.destination_count());
+  check_length("digests", digests, program.destination_count());
+  const uint64_t* src = src_addresses.data();
+  const uint64_t* dst = dst_addresses.data();
+  uint64_t* out = digests.mutable_data();
+  MergeSums* totals = writable_sums(sums, program.module_count());
+  py::gil_scoped_release unlocked;
+  program.run(src, dst, out, totals, threads);
 }
 
 void digest_arrays(const Words& addresses, const Words& sizes_bytes, Words& out, int threads) {
@@ -91,6 +116,20 @@ void bind_copy(py::module_& module) {
   module.def("cpu_features", [] { return simd_name(choose_simd()); });
 }
 
+void bind_merge(py::module_& module) {
+  py::class_<MergeProgram>(module, "MergeProgram")
+      .def(py::init(&make_merge_program), py::arg("blocks"), py::arg("segments"),
+           py::arg("src_dtypes"), py::arg("src_sizes"), py::arg("dst_dtypes"), py::arg("dst_sizes"),
+           py::arg("modules"))
+      .def("run", &run_merge, py::arg("src_addresses").noconvert(),
+           py::arg("dst_addresses").noconvert(), py::arg("digests").noconvert(), py::arg("sums"),
+           py::arg("threads") = 0)
+      .def_property_readonly("block_count", &MergeProgram::block_count)
+      .def_property_readonly("tile_count", &MergeProgram::tile_count)
+      .def_property_readonly("bytes_read", &MergeProgram::bytes_read)
+      .def_property_readonly("bytes_written", &MergeProgram::bytes_written);
+}
+
 void bind_shared_words(py::module_& module) {
   module.def(
       "load_acquire", [](uint64_t address) { return load_acquire(word_at(address)); },
@@ -112,8 +151,10 @@ void bind_shared_words(py::module_& module) {
 }  // namespace lora_refit
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = "Copy programs, digests and shared-memory words. Typed in _C/__init__.pyi.";
+  module.doc() =
+      "Copy and merge programs, digests and shared-memory words. Typed in _C/__init__.pyi.";
   lora_refit::bind_copy(module);
+  lora_refit::bind_merge(module);
   lora_refit::bind_shared_words(module);
   lora_refit::bind_cuda(module);
 }

@@ -100,10 +100,9 @@ inline constexpr int kScalingCount = 3;
 // `value * scale` with the NaNs of x86: a NaN operand goes through, made quiet, and infinity times
 // zero is the negative quiet NaN. `scale` must be finite.
 LORA_REFIT_HOST_DEVICE inline float multiply(float value, float scale) {
-  const uint32_t bits = bits_of_float(value);
-  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return float_from_bits(bits | 0x00400000u);
   const float product = value * scale;
-  return product == product ? product : float_from_bits(0xFFC00000u);
+  if (product == product) return product;
+  return float_from_bits(value == value ? 0xFFC00000u : bits_of_float(value) | 0x00400000u);
 }
 
 template <DType kSrc, DType kDst, Scaling kScaling>
@@ -116,8 +115,8 @@ LORA_REFIT_HOST_DEVICE typename Element<kDst>::Bits convert(typename Element<kSr
     const float value = Element<kSrc>::to_float(bits);
     if constexpr (kScaling == Scaling::kNone) {
       return To::from_float(value);
-    } else if constexpr (kScaling == Scaling::kBeforeCast) {
-      return To::from_float(multiply(value, scale));
+    } else if constexpr (kScaling == Scaling::kBeforeCast || kSrc == kDst) {
+      return To::from_float(multiply(value, scale));  // of one dtype, no rounding comes before
     } else {
       return To::from_float(multiply(To::to_float(To::from_float(value)), scale));
     }

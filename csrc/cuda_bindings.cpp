@@ -155,14 +155,7 @@ void run_merge(driver::MergeProgram& program, const Words& src, const Words& dst
                const py::buffer& sums, uint64_t stream) {
   const driver::Addresses addresses = addresses_of(program, src, dst);
   uint64_t* out = digests_of(program, digests);
-  const py::buffer_info info = sums.request(true);
-  const size_t bytes = static_cast<size_t>(info.size * info.itemsize);
-  if (PyBuffer_IsContiguous(info.view(), 'C') == 0 ||
-      bytes != program.module_count() * sizeof(MergeSums)) {
-    throw std::invalid_argument("sums must be " + std::to_string(program.module_count()) +
-                                " contiguous MergeSums, one for each module");
-  }
-  MergeSums* totals = static_cast<MergeSums*>(info.ptr);
+  MergeSums* totals = writable_sums(sums, program.module_count());
   py::gil_scoped_release unlocked;
   program.run(addresses, out, totals, stream_of(stream));
 }

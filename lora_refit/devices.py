@@ -43,7 +43,7 @@ def stream_handle(stream: object | None, device: torch.device) -> int:
     """
     if stream is None:
         return _current_stream(device)
-    if isinstance(stream, int) and not isinstance(stream, bool):
+    if isinstance(stream, int) and not isinstance(stream, bool) and 0 <= stream < 2**64:
         return stream
     for attribute in ("cuda_stream", "ptr"):
         handle = getattr(stream, attribute, None)
@@ -61,6 +61,11 @@ def _current_stream(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
     return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def current_cuda_device() -> int:
+    """Number of the GPU that torch means by "cuda"."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
 def zeroed_bytes(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -57,6 +57,7 @@ def gather_packed(spec: Spec, device: torch.device = CPU) -> PackedView:
     Raises StaleArena if the ranks' newest versions differ, TransportUnavailable if an arena cannot
     be mapped.
     """
+    spec.require_fitting_arenas()
     layout = spec.layout
     dtype: torch.dtype = getattr(torch, layout.dtype)
     entries, total = _manifest(layout, dtype)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import msgspec
+import torch
 
 from lora_refit.errors import LayoutMismatch
 from lora_refit.messages import ArenaHandle
@@ -27,6 +29,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     peft_config: dict[str, Any]
     export_map: ExportMap
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of an arena."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype.itemsize
+
     def digest(self) -> bytes:
         """blake2b-256 over the encoded layout."""
         encoded = msgspec.msgpack.encode(self, order="sorted")
@@ -45,6 +53,29 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         """Tells publishers of equal layout apart: blake2b-128 over their arenas' random tokens."""
         tokens = b"".join(handle.token for handle in self.arenas)
         return hashlib.blake2b(tokens, digest_size=16).digest()
+
+    def require_fitting_arenas(self) -> None:
+        """Whoever maps the arenas calls this: the layout's digest does not cover the handles, and
+        kernels read as many bytes of an entry as the layout says.
+
+        Raises LayoutMismatch naming the rank whose handle has other entries than the layout.
+        """
+        entries = [
+            (item.rank, math.prod(item.shape) * self.layout.itemsize)
+            for item in self.layout.export_map.parameters
+        ]
+        for rank, handle in enumerate(self.arenas):
+            wanted = tuple(size for owner, size in entries if owner == rank)
+            if (handle.rank, handle.entry_bytes) != (rank, wanted):
+                raise LayoutMismatch(
+                    f"arena {rank}, of trainer rank {handle.rank}: its entries are not those that "
+                    f"the layout gives to rank {rank}; the spec was altered, take the publisher's"
+                )
+        if any(owner >= len(self.arenas) for owner, _ in entries):
+            raise LayoutMismatch(
+                f"the layout has parameters of more than the spec's {len(self.arenas)} arenas; the "
+                "spec was altered, take the publisher's"
+            )
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -11,29 +11,35 @@ namespace lora_refit {
 template <DType kDType>
 inline constexpr int64_t kChunkElements = kChunkBytes / element_bytes(kDType);
 
-// Cuts each row where the digest's chunk changes. Run::move(src, dst, first, count, scale) moves
-// `count` elements, the first of which is element `first` of a chunk, and returns their weighted
-// sum.
+// Cuts each row where the digest's chunk changes. `visit(row, col, first, count)` handles `count`
+// elements from `col` on, the first of which is element `first` of a chunk, and returns their
+// weighted sum. `position` is the first row's in the buffer, and each row's is `row_step` further.
+template <DType kDst, class Visit>
+void walk_chunks(int64_t rows, int64_t cols, int64_t position, int64_t row_step, DigestSum& sum,
+                 Visit visit) {
+  constexpr uint64_t kChunk = kChunkElements<kDst>;
+  for (int64_t row = 0; row < rows; ++row, position += row_step) {
+    for (int64_t col = 0; col < cols;) {
+      const uint64_t element = static_cast<uint64_t>(position + col);
+      const int64_t first = static_cast<int64_t>(element % kChunk);
+      const int64_t count = std::min(cols - col, static_cast<int64_t>(kChunk) - first);
+      sum.add(element / kChunk, visit(row, col, first, count));
+      col += count;
+    }
+  }
+}
+
+// Run::move(src, dst, first, count, scale) moves elements as walk_chunks says.
 template <class Run>
 void walk_rows(const RowsJob& job, DigestSum& sum) {
-  constexpr uint64_t kChunk = kChunkElements<Run::kDst>;
-  const std::byte* src_row = job.src;
-  std::byte* dst_row = job.dst;
-  int64_t position = job.dst_position;
-  for (int64_t row = 0; row < job.rows; ++row) {
-    for (int64_t done = 0; done < job.cols;) {
-      const uint64_t element = static_cast<uint64_t>(position + done);
-      const uint64_t chunk = element / kChunk;
-      const int64_t first = static_cast<int64_t>(element % kChunk);
-      const int64_t count = std::min(job.cols - done, static_cast<int64_t>(kChunk) - first);
-      sum.add(chunk, Run::move(src_row + done * element_bytes(Run::kSrc),
-                               dst_row + done * element_bytes(Run::kDst), first, count, job.scale));
-      done += count;
-    }
-    src_row += job.src_row_bytes;
-    dst_row += job.dst_row_bytes;
-    position += job.dst_row_elements;
-  }
+  walk_chunks<Run::kDst>(job.rows, job.cols, job.dst_position, job.dst_row_elements, sum,
+                         [&](int64_t row, int64_t col, int64_t first, int64_t count) {
+                           const std::byte* src = job.src + row * job.src_row_bytes;
+                           std::byte* dst = job.dst + row * job.dst_row_bytes;
+                           return Run::move(src + col * element_bytes(Run::kSrc),
+                                            dst + col * element_bytes(Run::kDst), first, count,
+                                            job.scale);
+                         });
 }
 
 template <template <DType, DType, Scaling> class Run, DType kSrc, DType kDst>

@@ -4,83 +4,14 @@
 
 #if defined(__x86_64__)
 
-#include <immintrin.h>
-
 #include <algorithm>
 
+#include "cpu/avx2.h"
 #include "cpu/row_walk.h"
 #include "cpu/rows_portable.h"
 
-// Only these functions use the wider instructions: the rest of the extension runs anywhere.
-#define LORA_REFIT_AVX2 __attribute__((target("avx2,f16c"), always_inline)) inline
-#define LORA_REFIT_AVX2_ENTRY __attribute__((target("avx2,f16c")))
-
 namespace lora_refit {
 namespace {
-
-LORA_REFIT_AVX2 __m256i load_vector(const std::byte* address) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address));
-}
-
-LORA_REFIT_AVX2 __m128i load_half_vector(const std::byte* address) {
-  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(address));
-}
-
-LORA_REFIT_AVX2 __m256i load_weights(int64_t word) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(&kWordWeights[word]));
-}
-
-// Eight words times their weights, summed into four lanes of 64 bits.
-LORA_REFIT_AVX2 __m256i weigh_vector(__m256i words, int64_t first_word) {
-  const __m256i even = _mm256_mul_epu32(words, load_weights(first_word));
-  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(words, 32), load_weights(first_word + 1));
-  return _mm256_add_epi64(even, odd);
-}
-
-LORA_REFIT_AVX2 uint64_t sum_lanes(__m256i lanes) {
-  const __m128i two =
-      _mm_add_epi64(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
-  return static_cast<uint64_t>(_mm_extract_epi64(two, 0)) +
-         static_cast<uint64_t>(_mm_extract_epi64(two, 1));
-}
-
-template <DType kDType>
-LORA_REFIT_AVX2 __m256 load_floats(const std::byte* address) {
-  if constexpr (kDType == DType::kF32) {
-    return _mm256_castsi256_ps(load_vector(address));
-  } else if constexpr (kDType == DType::kF16) {
-    return _mm256_cvtph_ps(load_half_vector(address));
-  } else {
-    const __m256i wide = _mm256_cvtepu16_epi32(load_half_vector(address));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-  }
-}
-
-// The bf16 bits of eight floats, each in the high half of its lane; the low halves are garbage.
-LORA_REFIT_AVX2 __m256i round_to_bf16(__m256 values) {
-  const __m256i bits = _mm256_castps_si256(values);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
-  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
-  const __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
-  return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(is_nan));
-}
-
-LORA_REFIT_AVX2 __m128i round_to_f16(__m256 values) {
-  return _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT);
-}
-
-template <DType kDType>
-LORA_REFIT_AVX2 __m256 round_floats(__m256 values) {
-  if constexpr (kDType == DType::kF32) {
-    return values;
-  } else if constexpr (kDType == DType::kF16) {
-    return _mm256_cvtph_ps(round_to_f16(values));
-  } else {
-    const __m256i high = _mm256_set1_epi32(static_cast<int>(0xFFFF0000u));
-    return _mm256_castsi256_ps(_mm256_and_si256(round_to_bf16(values), high));
-  }
-}
 
 // Eight source values, scaled, before their last rounding.
 template <DType kSrc, DType kDst, Scaling kScaling>
@@ -91,20 +22,6 @@ LORA_REFIT_AVX2 __m256 scaled_floats(const std::byte* src, __m256 scale) {
     values = round_floats<kDst>(values);
   }
   return _mm256_mul_ps(values, scale);
-}
-
-// Sixteen values, rounded to a 2-byte dtype.
-template <DType kDst>
-LORA_REFIT_AVX2 __m256i pack_halves(__m256 low, __m256 high) {
-  if constexpr (kDst == DType::kF16) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(round_to_f16(low)), round_to_f16(high),
-                                   1);
-  } else {
-    // packus works in 128-bit lanes, so the middle quarters come out swapped.
-    const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(round_to_bf16(low), 16),
-                                               _mm256_srli_epi32(round_to_bf16(high), 16));
-    return _mm256_permute4x64_epi64(packed, 0xD8);
-  }
 }
 
 // The next 32 bytes of the destination.
@@ -132,14 +49,6 @@ LORA_REFIT_AVX2 __m128i convert_half_vector(const std::byte* src, __m256 scale) 
     const __m256 low = scaled_floats<kSrc, kDst, kScaling>(src, scale);
     return _mm256_castsi256_si128(pack_halves<kDst>(low, _mm256_setzero_ps()));
   }
-}
-
-LORA_REFIT_AVX2 void store_vector(std::byte* address, __m256i vector) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(address), vector);
-}
-
-LORA_REFIT_AVX2 void store_half_vector(std::byte* address, __m128i half) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(address), half);
 }
 
 // One run inside one chunk; see walk_rows. Odd ends go through the portable run.

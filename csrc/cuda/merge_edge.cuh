@@ -21,7 +21,7 @@ __device__ __forceinline__ void write_element(float product, int row, int col, c
   const uint32_t words[2] = {in.words[0], 0};
   uint32_t out[2];
   // The second element is a zero that stays one.
-  merge_pair<kWeight, kOut>(weight_pair_at<kWeight>(words, 0), {product, 0.0f}, tile.strip.scale,
+  merge_pair<kWeight, kOut>(widen_pair_at<kWeight>(words, 0), {product, 0.0f}, tile.strip.scale,
                             out, tally);
   const uint64_t byte = static_cast<uint64_t>(tile.strip.dst_byte + row * tile.strip.dst_pitch +
                                               (tile.col + col) * kOutBytes);

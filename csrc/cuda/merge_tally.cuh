@@ -5,6 +5,7 @@
 
 #include "cuda/digest_parts.cuh"
 #include "cuda/kernels.h"
+#include "cuda/pairs.cuh"
 #include "cuda/ptx.cuh"
 
 namespace lora_refit::cuda {
@@ -35,25 +36,6 @@ __device__ __forceinline__ void fill_chunk_weights(ChunkWeights& weights, int64_
   const uint64_t first = at / kChunkBytes;
   if (step != 0 && first == (at - step) / kChunkBytes) return;
   weights.of[row][parity] = chunk_weight(first + ((first ^ parity) & 1));
-}
-
-// Two neighbouring elements of a 2-byte dtype, the first in the low half.
-template <DType kDType>
-__device__ __forceinline__ uint32_t round_pair(float first, float second) {
-  if constexpr (kDType == DType::kF16) {
-    return ptx::round_f16x2(first, second);
-  } else {
-    return ptx::round_bf16x2(first, second);
-  }
-}
-
-template <DType kDType>
-__device__ __forceinline__ float2 widen_pair(uint32_t pair) {
-  if constexpr (kDType == DType::kF16) {
-    return ptx::widen_f16x2(pair);
-  } else {
-    return {float_from_bits(pair << 16), float_from_bits(pair & 0xFFFF0000u)};
-  }
 }
 
 // scale * product + weight - sum, for that sum rounded to fp32. Exact but for a rounding of its own

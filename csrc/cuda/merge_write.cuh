@@ -66,15 +66,6 @@ __device__ __forceinline__ void load_octets(WeightsAhead& ahead, const Tile& til
   }
 }
 
-template <DType kWeight>
-__device__ __forceinline__ float2 weight_pair_at(const uint32_t* words, int pair) {
-  if constexpr (kWeight == DType::kF32) {
-    return {float_from_bits(words[2 * pair]), float_from_bits(words[2 * pair + 1])};
-  } else {
-    return widen_pair<kWeight>(words[pair]);
-  }
-}
-
 template <DType kWeight, DType kOut>
 __device__ __forceinline__ void write_octets(const Products& products, WeightsAhead& ahead,
                                              const Tile& tile, MergeTally& tally) {
@@ -98,7 +89,7 @@ __device__ __forceinline__ void write_octets(const Products& products, WeightsAh
     for (int i = 0; i < 4; ++i) {
       const float2 product = {products.at(octet, 2 * i), products.at(octet, 2 * i + 1)};
       const int word = i * kPackets;
-      merge_pair<kWeight, kOut>(weight_pair_at<kWeight>(weights, i), product, scale,
+      merge_pair<kWeight, kOut>(widen_pair_at<kWeight>(weights, i), product, scale,
                                 &out[word / 4].words[word % 4], tally);
     }
 #pragma unroll

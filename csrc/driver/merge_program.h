@@ -6,17 +6,9 @@
 
 #include "cuda/kernels.h"
 #include "driver/submission.h"
-#include "plan/used_buffers.h"
+#include "plan/merge_traffic.h"
 
 namespace lora_refit::driver {
-
-// What one run of a merge program moves.
-struct MergeTraffic {
-  UsedBuffers sources;
-  UsedBuffers destinations;
-  int64_t bytes_read = 0;
-  int64_t bytes_written = 0;
-};
 
 class MergeProgram {
  public:

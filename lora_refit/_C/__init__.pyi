@@ -1,4 +1,4 @@
-"""The C++ extension: copy programs, digests and words in shared memory.
+"""The C++ extension: copy and merge programs, digests and words in shared memory.
 
 Addresses are integers. Array arguments are never converted: they must have exactly the given dtype
 and be contiguous. Long calls release the GIL. Bad input raises ValueError, and
@@ -50,6 +50,48 @@ class CopyProgram:
     @property
     def bytes_written(self) -> int: ...
 
+class MergeProgram:
+    """W' = round(W + scale * B @ A) over weights, see csrc/block.h."""
+
+    def __init__(
+        self,
+        blocks: Buffer,
+        segments: Buffer,
+        src_dtypes: Sequence[int],
+        src_sizes: Sequence[int],
+        dst_dtypes: Sequence[int],
+        dst_sizes: Sequence[int],
+        modules: int,
+    ) -> None:
+        """`blocks` and `segments` are packed arrays of MergeBlock and MergeSegment.
+
+        Sizes are in elements. Every block is checked against its buffers once, here; the error
+        names the block's number.
+        """
+
+    def run(
+        self,
+        src_addresses: NDArray[np.uint64],
+        dst_addresses: NDArray[np.uint64],
+        digests: NDArray[np.uint64],
+        sums: NDArray[np.void],
+        threads: int = 0,
+    ) -> None:
+        """Overwrites `digests`, one per destination, and `sums`, `modules` packed MergeSums.
+
+        Neither depends on `threads`, which is as in `CopyProgram.run`. W' and its digest are the
+        same on every CPU.
+        """
+
+    @property
+    def block_count(self) -> int: ...
+    @property
+    def tile_count(self) -> int: ...
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def bytes_written(self) -> int: ...
+
 def digest(
     addresses: NDArray[np.uint64],
     sizes_bytes: NDArray[np.uint64],
@@ -62,7 +104,7 @@ def block_layout() -> dict[str, int]:
     """Byte offset of each CopyBlock field, and its size under "sizeof"."""
 
 def cpu_features() -> str:
-    """The row kernels that this CPU gets: "avx2" or "portable".
+    """The kernels that this CPU gets: "avx2" or "portable".
 
     LORA_REFIT_SIMD=portable in the environment forces the fallback for programs made and digests
     computed from then on.

@@ -19,9 +19,11 @@ from lora_refit import _C
 from lora_refit.arena.fd_server import FdServer, receive_fd
 from lora_refit.arena.layout import HALVES, ArenaLayout
 from lora_refit.arena.region import HostRegion, Region
-from lora_refit.errors import TransportUnavailable
+from lora_refit.errors import LayoutMismatch, TransportUnavailable
 from lora_refit.kernels.cuda import missing, ordinal
 from lora_refit.messages import HostStorage, IpcStorage, Storage, VmmStorage
+
+IPC_HANDLE_BYTES = 64
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ def open_on_device(
         if isinstance(storage, HostStorage):
             return pin_host(memory_fd, layout, device)
         _require_reachable(storage.device, index, arena)
+        _require_whole(storage, layout, arena)
         if isinstance(storage, IpcStorage):
             return _open_ipc(storage, index)
         fd = receive_fd(storage.socket, token)
@@ -150,6 +153,9 @@ def _create_ipc(nbytes: int, device: int, token: bytes) -> tuple[Region, Storage
 def _open_ipc(storage: IpcStorage, device: int) -> Region:
     own = _exported.get((os.getpid(), storage.handle))
     if own is not None:
+        owner = _C.cuda.ordinal_of(storage.device)
+        if owner is not None and owner != device:
+            _C.cuda.enable_peer_access(device, owner)  # an opened handle does this by itself
         return own.region()
     mapping = _C.cuda.open_ipc(device, storage.handle)
     return DeviceRegion(mapping.address, "CUDA IPC", mapping.close)
@@ -159,11 +165,31 @@ def _create_vmm(nbytes: int, device: int, token: bytes) -> tuple[Region, Storage
     with contextlib.ExitStack() as undo:
         memory = _C.cuda.SharedDeviceMemory(device, nbytes)
         undo.callback(memory.close)
-        server = FdServer(memory.export_fd(), token)
+        fd = memory.export_fd()
+        with contextlib.ExitStack() as unless_served:
+            unless_served.callback(os.close, fd)
+            os.set_inheritable(fd, False)
+            server = FdServer(fd, token)
+            unless_served.pop_all()
         undo.callback(server.close)
         storage = VmmStorage(device=_uuid(device), socket=server.name, nbytes=memory.bytes)
         close = undo.pop_all().close
     return DeviceRegion(memory.address, "CUDA VMM file descriptor", close), storage
+
+
+def _require_whole(storage: IpcStorage | VmmStorage, layout: ArenaLayout, arena: str) -> None:
+    """What a handle says is not believed: a kernel that reads too far costs this process its GPU."""
+    needed = HALVES * layout.half_bytes
+    if not needed <= storage.nbytes < 2**63:
+        raise LayoutMismatch(
+            f"{arena}: the handle says {storage.nbytes} bytes of GPU memory, its halves need "
+            f"{needed}; the spec was altered, or comes from another version of lora_refit"
+        )
+    if isinstance(storage, IpcStorage) and len(storage.handle) != IPC_HANDLE_BYTES:
+        raise LayoutMismatch(
+            f"{arena}: the CUDA IPC handle has {len(storage.handle)} bytes, not "
+            f"{IPC_HANDLE_BYTES}; the spec was altered"
+        )
 
 
 def _require_reachable(uuid: str, reader: int, arena: str) -> None:

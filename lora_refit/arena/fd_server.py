@@ -6,15 +6,27 @@ A GPU allocation's descriptor cannot be opened through /proc as a memfd can; it 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
 import struct
 import threading
+import time
 
 RECEIVE_TIMEOUT_S = 10.0
 SERVE_TIMEOUT_S = 1.0
 """Shorter: a peer that says nothing must not keep the next one waiting for long."""
+
+ACCEPT_PAUSE_S = 0.05
+_PASSING_ERRORS = {
+    errno.ECONNABORTED,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+}
+"""Of accept: the next reader may have more luck."""
 
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred: pid, uid, gid."""
@@ -31,11 +43,13 @@ class FdServer:
         self._token = token
         self._owner_pid = os.getpid()
         self.name = f"lora_refit-{secrets.token_hex(16)}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind("\0" + self.name)
-        self._listener.listen()
         self._thread = threading.Thread(target=self._serve, name="lora_refit fd", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            self._listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._listener.bind("\0" + self.name)
+            self._listener.listen()
+            self._thread.start()
+            undo.pop_all()
 
     def close(self) -> None:
         """Stop serving and close the descriptor; a forked child only drops its copies."""
@@ -53,8 +67,11 @@ class FdServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if error.errno not in _PASSING_ERRORS:
+                    return  # closed
+                time.sleep(ACCEPT_PAUSE_S)
+                continue
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(SERVE_TIMEOUT_S)
                 if _same_user(connection) and _receive(connection, len(self._token)) == self._token:
@@ -62,12 +79,18 @@ class FdServer:
 
 
 def receive_fd(name: str, token: bytes) -> int:
-    """The descriptor that an FdServer serves. Raises OSError if it is gone or refuses."""
+    """The descriptor that an FdServer serves. Raises OSError if it is gone, stopped or refuses."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(RECEIVE_TIMEOUT_S)
         connection.connect("\0" + name)
         connection.sendall(token)
-        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        try:
+            _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"the trainer's socket {name} did not answer within {RECEIVE_TIMEOUT_S} s, so the "
+                "trainer is stopped or hangs"
+            ) from error
     if not fds:
         raise ConnectionRefusedError(f"the trainer's socket {name} refused to hand out its memory")
     return fds[0]

@@ -15,7 +15,7 @@ from lora_refit.arena import ArenaReader
 from lora_refit.devices import CPU
 from lora_refit.errors import StaleArena
 from lora_refit.kernels import digest
-from lora_refit.spec import Layout, Spec
+from lora_refit.spec import Spec
 
 UintArray = npt.NDArray[np.uint64]
 
@@ -40,6 +40,7 @@ class ArenaSet:
         self._device = device
         self._layout_digest = spec.layout_digest
         self._readers: list[ArenaReader] = []
+        spec.require_fitting_arenas()
         try:
             for handle in spec.arenas:
                 self._readers.append(
@@ -48,7 +49,7 @@ class ArenaSet:
         except BaseException:
             self.close()
             raise
-        itemsize = _itemsize(spec.layout)
+        itemsize = spec.layout.itemsize
         self._nbytes = np.asarray(
             [math.prod(p.shape) * itemsize for p in spec.layout.export_map.parameters], np.uint64
         )
@@ -122,8 +123,3 @@ class ArenaSet:
                     f"{parameters[first].label} and its replica on {parameters[copy].label} hold "
                     f"different values in version {version}; the trainer's ranks have diverged"
                 )
-
-
-def _itemsize(layout: Layout) -> int:
-    dtype: torch.dtype = getattr(torch, layout.dtype)
-    return dtype.itemsize

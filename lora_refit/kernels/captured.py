@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 
 from lora_refit import _C
@@ -16,7 +18,8 @@ class CapturedCopy:
     """Replays a kernel's launch with the addresses that it was captured with.
 
     Args:
-        kernel: on a CUDA device; not run by anybody else, since a program has one address table.
+        kernel: on a CUDA device. A program has one address table: when somebody else has run the
+            kernel, the next run captures anew.
         stream: a torch or CuPy stream or a handle, not the default stream, which CUDA cannot
             capture.
 
@@ -34,6 +37,7 @@ class CapturedCopy:
         self._stream = stream_handle(stream, kernel.device)
         self._graph: _C.cuda.Graph | None = None
         self._captured: tuple[Addresses, Addresses] | None = None
+        self._launches = 0
         self.captures = 0
 
     def run(self, src_addresses: Addresses, dst_addresses: Addresses) -> Addresses:
@@ -53,7 +57,9 @@ class CapturedCopy:
 
     def _is_captured_with(self, src: Addresses, dst: Addresses) -> bool:
         captured = self._captured
-        return captured is not None and all(
+        if captured is None or self._launches != self._kernel.launches:
+            return False
+        return all(
             np.array_equal(now, then) for now, then in zip((src, dst), captured, strict=True)
         )
 
@@ -64,8 +70,16 @@ class CapturedCopy:
             _C.cuda.begin_capture(self._device, self._stream)
             try:
                 self._kernel.launch(src, dst, self._stream)
-            finally:
-                self._graph = _C.cuda.end_capture(self._device, self._stream)
+            except BaseException:
+                self._end_unfinished_capture()
+                raise
+            self._graph = _C.cuda.end_capture(self._device, self._stream)
         self._captured = (src.copy(), dst.copy())
+        self._launches = self._kernel.launches
         self.captures += 1
         return digests
+
+    def _end_unfinished_capture(self) -> None:
+        """Replaying what was captured before a launch failed would copy nothing."""
+        with contextlib.suppress(_C.cuda.CudaError):
+            _C.cuda.end_capture(self._device, self._stream).close()

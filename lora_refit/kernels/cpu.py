@@ -36,6 +36,25 @@ class CpuCopyProgram:
         digests[:] = self._digests
 
 
+class CpuMergeProgram:
+    def __init__(self, program: _C.MergeProgram) -> None:
+        self._program = program
+
+    @property
+    def bytes_written(self) -> int:
+        return self._program.bytes_written
+
+    def run(
+        self,
+        src_addresses: Addresses,
+        dst_addresses: Addresses,
+        digests: Addresses,
+        sums: NDArray[np.void],
+        stream: int,
+    ) -> None:
+        self._program.run(src_addresses, dst_addresses, digests, sums, _threads())
+
+
 class CpuBackend:
     def copy_program(
         self,
@@ -58,10 +77,11 @@ class CpuBackend:
         dst_dtypes: Sequence[int],
         dst_sizes: Sequence[int],
         modules: int,
-    ) -> _C.cuda.MergeProgram:
-        raise RuntimeError(
-            "this version merges on CUDA devices only; keep the base weights on the GPU, or refit "
-            "the adapter without merging"
+    ) -> CpuMergeProgram:
+        return CpuMergeProgram(
+            _C.MergeProgram(
+                blocks, segments, src_dtypes, src_sizes, dst_dtypes, dst_sizes, modules
+            )
         )
 
     def digest(

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from lora_refit import _C
+from lora_refit.devices import current_cuda_device
 from lora_refit.errors import TransportUnavailable
 from lora_refit.kernels.backend import Addresses
 
@@ -65,7 +66,7 @@ class CudaBackend:
 
 def ordinal(device: torch.device) -> int:
     """The driver's number of a torch device: both number the visible GPUs alike."""
-    return device.index if device.index is not None else 0
+    return device.index if device.index is not None else current_cuda_device()
 
 
 @lru_cache(maxsize=1)
@@ -79,5 +80,8 @@ def missing() -> str:
         )
     reason = _C.cuda.status()
     if not reason:
-        _C.cuda.set_image(image.read_bytes())
+        try:
+            _C.cuda.set_image(image.read_bytes())
+        except ValueError as error:
+            return f"{IMAGE}: {error}"
     return reason

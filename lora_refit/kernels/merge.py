@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lora_refit.devices import stream_handle
+from lora_refit.devices import CPU, stream_handle
 from lora_refit.errors import LayoutMismatch
 from lora_refit.kernels.arrays import BufferType, addresses
 from lora_refit.kernels.backend import Addresses, backend_for, typed_errors
@@ -30,7 +30,7 @@ class Merged:
 
 
 class MergeKernel:
-    """A list of merge blocks, checked and cut into strips once, and launched any number of times.
+    """A list of merge blocks, checked and tiled once, and launched any number of times.
 
     Args:
         blocks: `MERGE_BLOCK_DTYPE` [n]; rectangles of weights.
@@ -53,7 +53,7 @@ class MergeKernel:
         sources: Sequence[BufferType],
         destinations: Sequence[BufferType],
         modules: int,
-        device: torch.device,
+        device: torch.device = CPU,
     ) -> None:
         if blocks.dtype != MERGE_BLOCK_DTYPE or segments.dtype != MERGE_SEGMENT_DTYPE:
             raise LayoutMismatch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 
 import numpy as np
 import ptxsim
@@ -23,6 +24,13 @@ SHARED_BYTES = 2 * 34816
 
 def run(kernel: ptxsim.Kernel, program: Program, launch: Launch) -> Result:
     """Merges in one launch. The simulator has one schedule: `launch.seed` is not used."""
+    return counted_run(kernel, program, launch)[0]
+
+
+def counted_run(
+    kernel: ptxsim.Kernel, program: Program, launch: Launch
+) -> tuple[Result, Counter[str]]:
+    """`run`, and how often each opcode was executed, in threads."""
     destinations = program.fresh_destinations()
     digests = np.zeros(len(destinations), np.uint64)
     sums = np.zeros(program.modules, MERGE_SUMS_DTYPE)
@@ -44,8 +52,8 @@ def run(kernel: ptxsim.Kernel, program: Program, launch: Launch) -> Result:
     arguments = struct.pack("<Qq8Q", pointers[0], len(table), *pointers[1:])
     memories = [buffer.memory for buffer in (*program.sources, *destinations)]
     used = [array for array in (*inputs, *memories) if array.nbytes]
-    ptxsim.launch(kernel, launch.grid, THREADS, [arguments], used, SHARED_BYTES)
-    return Result(destinations, digests.tolist(), sums)
+    opcodes = ptxsim.launch(kernel, launch.grid, THREADS, [arguments], used, SHARED_BYTES)
+    return Result(destinations, digests.tolist(), sums), opcodes
 
 
 def _address(array: NDArray[np.generic]) -> int:

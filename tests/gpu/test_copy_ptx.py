@@ -119,7 +119,11 @@ MUTANTS = {
         r"(ld\.global\.nc\.L1::no_allocate\.v4\.\w+)\s+\{([^,]+),([^,]+),",
         r"\1 {\3,\2,",
     ),
-    "ties round up when fp32 becomes bf16": (r", 32767;", ", 32768;"),
+    "ties round up when a single fp32 becomes bf16": (r", 32767;", ", 32768;"),
+    "two fp32 change places when they become bf16": (
+        r"(cvt\.rn\.bf16x2\.f32\s+%\w+),\s*(%\w+),\s*(%\w+);",
+        r"\1, \3, \2;",
+    ),
     "digests are stored, not added": (
         r"(?:red|atom)[\w.]*\.global\.add\.u64\s+(?:%\w+, )?(\[[^]]*\], %\w+);",
         r"st.global.u64 \1;",
@@ -128,12 +132,13 @@ MUTANTS = {
 
 
 def several_tiles() -> Case:
-    """Six tiles, of two dtype pairs, with ties to round."""
+    """Tiles of two dtype pairs, with ties to round, in wide units and in single elements."""
     case = Case()
-    for src, dst in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)):
+    for src, misaligned in ((torch.bfloat16, 0), (torch.float32, 0), (torch.float32, 2)):
         values = every_pattern(src)[::5].contiguous()
         blocks = block((1, 3, 4096), (0, 4096, 1), (0, 4096, 1))
-        case.add(Case(blocks, [Buffer(values)], [Buffer(poisoned(dst, 3 * 4096))]))
+        target = Buffer(poisoned(torch.bfloat16, 3 * 4096), misaligned)
+        case.add(Case(blocks, [Buffer(values)], [target]))
     return case
 
 

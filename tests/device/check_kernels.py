@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,7 @@ def run_on_cpu(
 ) -> tuple[list[torch.Tensor], list[int]]:
     results = [tensor.clone() for tensor in destinations]
     kernel = CopyKernel(blocks, types(sources), types(results))
-    return results, kernel.copy(sources, results).tolist()
+    return results, kernel.run(helpers.addresses(sources), helpers.addresses(results)).tolist()
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a real NVIDIA GPU, in one go: under 6 minutes on one H200.
+# Everything that needs a real NVIDIA GPU, in one go: meant for 6 minutes on one H200.
 #
 # Builds the kernels, compares them with the CPU's on the GPU, looks for stray accesses and races,
 # refits over real CUDA IPC between processes, and measures. Results: $OUT/device.json and
@@ -27,7 +27,7 @@ step "build"
 LORA_REFIT_CUDA=1 LORA_REFIT_BUILD_JOBS=$(nproc) "$PYTHON" setup.py -q build_ext --inplace
 
 step "kernels against the CPU's"
-"$PYTHON" -m pytest -q -p no:cacheprovider tests/device/check_kernels.py
+"$PYTHON" -m pytest -q -p no:cacheprovider tests/device/check_kernels.py tests/device/check_merges.py
 
 for tool in memcheck racecheck; do
     step "compute-sanitizer $tool"

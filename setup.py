@@ -25,7 +25,7 @@ fatbinary = {fatbinary}
 flags = -std=c++17 -O3 -I{root}/csrc -Werror all-warnings
 
 rule compile
-  command = $nvcc $flags -arch=$arch $kind -MD -MF $out.d -o $out $in
+  command = $nvcc $flags -arch=$arch $kind -MD -MF $out.d -o $out $in  # {version}
   depfile = $out.d
   deps = gcc
   description = nvcc $arch $kind
@@ -38,14 +38,34 @@ rule link
 ParallelCompile("LORA_REFIT_BUILD_JOBS").install()
 
 
-def find_nvcc() -> Path | None:
-    wheel = Path(sysconfig.get_path("purelib")) / "nvidia/cu13"
-    for home in (os.environ.get("CUDA_HOME"), wheel):
-        if home and (Path(home) / "bin/nvcc").is_file():
-            return Path(home) / "bin/nvcc"
-    on_path = shutil.which("nvcc")
-    # A wrapper on PATH may lie elsewhere than the toolkit that it starts.
-    return Path(on_path) if on_path else None
+class Unusable(Exception):
+    """Why the kernels cannot be compiled here."""
+
+
+def find_nvcc() -> Path:
+    """Raises Unusable if there is none, or one that does not know every architecture."""
+    home = os.environ.get("CUDA_HOME")
+    wheel = Path(sysconfig.get_path("purelib")) / "nvidia/cu13/bin/nvcc"
+    if home:
+        nvcc = Path(home) / "bin/nvcc"
+        if not nvcc.is_file():
+            raise Unusable(f"CUDA_HOME={home} holds no bin/nvcc; set it to a toolkit, or unset it")
+    elif wheel.is_file():
+        nvcc = wheel
+    elif on_path := shutil.which("nvcc"):
+        nvcc = Path(on_path)
+    else:
+        raise Unusable("no nvcc was found; set CUDA_HOME or pip install -r requirements/cuda.txt")
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
+    lacking = {f"compute_{sm}" for sm in ARCHITECTURES} - set(listed.stdout.split())
+    if lacking:
+        raise Unusable(f"{nvcc} does not know {', '.join(sorted(lacking))}; use nvcc 13")
+    return nvcc
+
+
+def version_of(nvcc: Path) -> str:
+    """Its last line, which names the build."""
+    return subprocess.check_output([nvcc, "--version"], text=True).splitlines()[-1]
 
 
 def toolkit_program(nvcc: Path, name: str) -> str:
@@ -60,7 +80,10 @@ def toolkit_program(nvcc: Path, name: str) -> str:
 def write_ninja_file(folder: Path, nvcc: Path) -> None:
     source = ROOT / "csrc/cuda/kernels.cu"
     rules = NINJA_RULES.format(
-        nvcc=nvcc, fatbinary=toolkit_program(nvcc, "fatbinary"), root=ROOT.resolve()
+        nvcc=nvcc,
+        fatbinary=toolkit_program(nvcc, "fatbinary"),
+        root=ROOT.resolve(),
+        version=version_of(nvcc),  # another compiler is another command, which runs again
     )
     outputs = {f"sm_{sm}.cubin": (f"sm_{sm}", "-cubin") for sm in ARCHITECTURES}
     outputs["kernels.ptx"] = (f"compute_{PTX_ARCHITECTURE}", "-ptx")
@@ -81,21 +104,19 @@ class BuildWithKernels(build_ext):
     """Builds kernels.fatbin beside the extension, in parallel over the architectures."""
 
     def run(self) -> None:
-        super().run()
         wanted = os.environ.get("LORA_REFIT_CUDA", "auto")
         if wanted not in ("0", "1", "auto"):
             raise SystemExit(f"LORA_REFIT_CUDA={wanted} is not known; use 0, 1 or auto")
-        nvcc = None if wanted == "0" else find_nvcc()
-        if nvcc is not None:
-            self.build_fatbin(nvcc)
-        elif wanted == "1":
-            raise SystemExit(
-                "LORA_REFIT_CUDA=1, but no nvcc was found; set CUDA_HOME or "
-                "pip install -r requirements/cuda.txt"
-            )
-        else:
-            self.fatbin().unlink(missing_ok=True)  # of an earlier build, of older sources
-            print("lora_refit: built without CUDA kernels", file=sys.stderr)
+        super().run()
+        self.fatbin().unlink(missing_ok=True)  # of an earlier build, of older sources
+        try:
+            if wanted == "0":
+                raise Unusable("LORA_REFIT_CUDA=0")
+            self.build_fatbin(find_nvcc())
+        except Unusable as reason:
+            if wanted == "1":
+                raise SystemExit(f"LORA_REFIT_CUDA=1, but {reason}") from None
+            print(f"lora_refit: built without CUDA kernels: {reason}", file=sys.stderr)
 
     def build_fatbin(self, nvcc: Path) -> None:
         folder = Path(self.build_temp).resolve() / "kernels"

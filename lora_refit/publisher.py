@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 
 from lora_refit.arena import ArenaLayout, ArenaWriter
-from lora_refit.arena.writer import MEMORY_KINDS
 from lora_refit.collectives import ProcessGroup, all_gather_bytes, same_outcome, world
 from lora_refit.devices import common_device, device_of
 from lora_refit.errors import LayoutMismatch, TransportUnavailable, UnsupportedAdapter
@@ -64,7 +63,7 @@ class Publisher:
         timeout_s: float = 60.0,
         memory: str = "auto",
     ) -> None:
-        _check_arguments(dtype, exchange, scale_rounding, memory)
+        _check_arguments(dtype, exchange, scale_rounding)
         self._source = source
         self._dtype = dtype
         self._rank, _ = world(group)
@@ -138,8 +137,10 @@ class Publisher:
         try:
             digests = self._kernel.run(addresses, self._writer.entry_addresses(half), stream)
             self._writer.publish(sequence, version, digests)
-        except BaseException:
+        except BaseException as error:
             self._writer.abandon(sequence)
+            if isinstance(error, TransportUnavailable):
+                raise TransportUnavailable(f"trainer rank {self._rank}: {error}") from error
             raise
         return Ticket(
             version=version,
@@ -162,7 +163,7 @@ class Publisher:
         return view
 
     def close(self) -> None:
-        """Release the arena. Attached engines keep what they mapped. Idempotent."""
+        """Release the arena; see ArenaWriter.close for what becomes of a worker's mapping. Idempotent."""
         self._writer.close()
 
     def __enter__(self) -> Publisher:
@@ -250,7 +251,7 @@ def _plain_config(source: Source) -> dict[str, Any]:
     return plain
 
 
-def _check_arguments(dtype: torch.dtype, exchange: str, scale_rounding: str, memory: str) -> None:
+def _check_arguments(dtype: torch.dtype, exchange: str, scale_rounding: str) -> None:
     if dtype not in ENGINE_DTYPES:
         raise UnsupportedAdapter(f"dtype {dtype}: engines hold LoRA slots in {ENGINE_DTYPES}")
     if exchange not in ("auto", "peer"):
@@ -260,8 +261,6 @@ def _check_arguments(dtype: torch.dtype, exchange: str, scale_rounding: str, mem
         )
     if scale_rounding not in ("engine", "once"):
         raise UnsupportedAdapter(f'scale_rounding={scale_rounding!r}: use "engine" or "once"')
-    if memory not in MEMORY_KINDS:
-        raise TransportUnavailable(f"memory={memory!r}: use one of {', '.join(MEMORY_KINDS)}")
 
 
 def _require_same_layout(layout: Layout, group: ProcessGroup | None) -> None:

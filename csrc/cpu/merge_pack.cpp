@@ -15,17 +15,20 @@ void convert(const FactorSource& source, const CopyBlock& box, float* to) {
             reinterpret_cast<std::byte*>(to), discarded);
 }
 
+// Of a loop that runs once the stride is never used, and may be anything.
+int64_t used_stride(int64_t size, int64_t stride) { return size > 1 ? stride : 0; }
+
 }  // namespace
 
 void pack_a(const FactorSource& source, const MergeSegment& segment, int64_t col, int64_t cols,
             PanelRow* panels, int64_t depth, int64_t first) {
   const int64_t whole = cols / kPanelCols;
+  const int64_t col_stride = used_stride(cols, segment.a_col_stride);
   CopyBlock box{};
   box.src = segment.a;
   box.src_offset = segment.a_offset + col * segment.a_col_stride;
   box.dst_offset = first * kPanelCols;
-  const int64_t src_stride[3] = {segment.a_k_stride, kPanelCols * segment.a_col_stride,
-                                 segment.a_col_stride};
+  const int64_t src_stride[3] = {segment.a_k_stride, kPanelCols * col_stride, col_stride};
   const int64_t dst_stride[3] = {kPanelCols, depth * kPanelCols, 1};
   std::copy_n(src_stride, 3, box.src_stride);
   std::copy_n(dst_stride, 3, box.dst_stride);
@@ -34,6 +37,7 @@ void pack_a(const FactorSource& source, const MergeSegment& segment, int64_t col
   box.size[2] = kPanelCols;
   convert(source, box, panels->values);
 
+  if (cols % kPanelCols == 0) return;
   box.src_offset += whole * src_stride[1];
   box.dst_offset += whole * dst_stride[1];
   box.size[1] = 1;
@@ -50,7 +54,7 @@ void pack_b(const FactorSource& source, const MergeSegment& segment, int64_t row
   box.size[0] = 1;
   box.size[1] = rows;
   box.size[2] = segment.rank;
-  box.src_stride[1] = segment.b_row_stride;
+  box.src_stride[1] = used_stride(rows, segment.b_row_stride);
   box.src_stride[2] = segment.b_k_stride;
   box.dst_stride[1] = depth;
   box.dst_stride[2] = 1;

@@ -12,6 +12,8 @@ namespace {
 constexpr int64_t kGroupCols = 1024;
 
 // Operands of a tile in fp32: all of A, and of B and the products as many rows as are made at once.
+// Where a tile has fewer rows or columns, the rest is what earlier tiles left, and is never
+// written.
 struct Operands {
   std::vector<PanelRow> a;
   std::vector<float> b;
@@ -34,6 +36,7 @@ template <class Visit>
 void for_each_segment(const MergeTileJob& job, Visit visit) {
   int64_t first = 0;
   for (int32_t i = 0; i < job.block.segment_count; ++i) {
+    if (job.segments[i].rank == 0) continue;  // it may name no memory
     visit(job.segments[i], first);
     first += job.segments[i].rank;
   }
@@ -43,18 +46,16 @@ void load_a(const MergeTileJob& job, const FactorSource& source, int64_t panels,
             std::vector<PanelRow>& a) {
   const MergeTile& tile = job.tile;
   a.resize(std::max(a.size(), static_cast<size_t>(panels * tile.depth)));
-  std::fill_n(a.begin() + (panels - 1) * tile.depth, tile.depth, PanelRow{});
   for_each_segment(job, [&](const MergeSegment& segment, int64_t first) {
     pack_a(source, segment, tile.col, tile.cols, a.data(), tile.depth, first);
   });
 }
 
-// Rows of the tile from `row` on; missing ones become zero.
+// Of rows of the tile from `row` on.
 void load_b(const MergeTileJob& job, const FactorSource& source, int64_t row, int64_t rows,
             std::vector<float>& b) {
   const MergeTile& tile = job.tile;
   b.resize(std::max(b.size(), static_cast<size_t>(kProductRows * tile.depth)));
-  std::fill(b.begin() + rows * tile.depth, b.begin() + kProductRows * tile.depth, 0.0f);
   for_each_segment(job, [&](const MergeSegment& segment, int64_t first) {
     pack_b(source, segment, tile.row + row, rows, b.data(), tile.depth, first);
   });
@@ -74,8 +75,11 @@ MergeRowsJob rows_job(const MergeTileJob& job, const PanelRow* products, const P
   const int64_t col = job.tile.col + part.col;
   const int64_t weight_bytes = element_bytes(job.dtypes.weight);
   const int64_t dst_bytes = element_bytes(job.dtypes.dst);
-  const int64_t weight_position = block.weight_offset + row * block.weight_row_stride + col;
-  const int64_t dst_position = block.dst_offset + row * block.dst_row_stride + col;
+  // Of a single row the strides are never used, and may be anything.
+  const int64_t weight_row_stride = block.rows > 1 ? block.weight_row_stride : 0;
+  const int64_t dst_row_stride = block.rows > 1 ? block.dst_row_stride : 0;
+  const int64_t weight_position = block.weight_offset + row * weight_row_stride + col;
+  const int64_t dst_position = block.dst_offset + row * dst_row_stride + col;
   const auto* weight = reinterpret_cast<const std::byte*>(job.src_addresses[block.weight]);
   // Without segments D is -1 * +0, which leaves every W as it is, -0 too.
   const float scale = job.tile.depth == 0 ? -1.0f : block.scale;
@@ -85,10 +89,10 @@ MergeRowsJob rows_job(const MergeTileJob& job, const PanelRow* products, const P
           job.dst + dst_position * dst_bytes,
           part.rows,
           part.cols,
-          block.weight_row_stride * weight_bytes,
-          block.dst_row_stride * dst_bytes,
+          weight_row_stride * weight_bytes,
+          dst_row_stride * dst_bytes,
           dst_position,
-          block.dst_row_stride,
+          dst_row_stride,
           scale};
 }
 

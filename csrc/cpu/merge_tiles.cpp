@@ -1,15 +1,11 @@
 #include "cpu/merge_tiles.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 #include "cpu/merge_kernels.h"
 
 namespace lora_refit {
 namespace {
-
-constexpr int64_t kMostDepth = int64_t{1} << 20;
 
 // A of a tile stays in the second-level cache, beside the products and W of a few rows.
 constexpr int64_t kPanelBytes = 128 * 1024;
@@ -21,17 +17,10 @@ constexpr int64_t kMostRows = 1020;
 
 int64_t divide_up(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-int64_t depth_of(size_t number, const MergeBlock& block,
-                 const std::vector<MergeSegment>& segments) {
+int64_t depth_of(const MergeBlock& block, const std::vector<MergeSegment>& segments) {
   int64_t depth = 0;
   for (int32_t i = 0; i < block.segment_count; ++i) {
-    const int64_t rank = segments[block.first_segment + i].rank;
-    if (rank > kMostDepth - depth) {
-      throw std::invalid_argument("block " + std::to_string(number) +
-                                  ": the ranks of its segments add up to more than " +
-                                  std::to_string(kMostDepth));
-    }
-    depth += rank;
+    depth += segments[block.first_segment + i].rank;
   }
   return depth;
 }
@@ -65,7 +54,7 @@ std::vector<MergeTile> cut_into_merge_tiles(const std::vector<MergeBlock>& block
   std::vector<MergeTile> tiles;
   for (size_t i = 0; i < blocks.size(); ++i) {
     if (blocks[i].rows == 0 || blocks[i].cols == 0) continue;
-    append_tiles(static_cast<int32_t>(i), blocks[i], depth_of(i, blocks[i], segments), tiles);
+    append_tiles(static_cast<int32_t>(i), blocks[i], depth_of(blocks[i], segments), tiles);
   }
   return tiles;
 }

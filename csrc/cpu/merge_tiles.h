@@ -18,8 +18,7 @@ struct MergeTile {
   int64_t cols;
 };
 
-// The arguments must have passed check_merge. Empty blocks vanish. Throws std::invalid_argument for
-// a block whose depth is absurd: a thread holds all of it for a panel of A.
+// The arguments must have passed check_merge. Empty blocks vanish.
 std::vector<MergeTile> cut_into_merge_tiles(const std::vector<MergeBlock>& blocks,
                                             const std::vector<MergeSegment>& segments);
 

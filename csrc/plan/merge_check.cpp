@@ -27,6 +27,17 @@ void check_segment(const Item& item, const MergeSegment& segment, DType dtype,
   check_not_negative(item, "rank", segment.rank);
 }
 
+void check_depth(const Item& item, const MergeBlock& block,
+                 const std::vector<MergeSegment>& segments) {
+  int64_t depth = 0;
+  for (int64_t i = block.first_segment; i < block.first_segment + block.segment_count; ++i) {
+    if (segments[i].rank > kMostDepth - depth) {
+      refuse(item, "the ranks of its segments add up to more than " + std::to_string(kMostDepth));
+    }
+    depth += segments[i].rank;
+  }
+}
+
 // What `block` reads of its segments.
 void check_reach(const MergeBlock& block, const std::vector<MergeSegment>& segments,
                  const std::vector<BufferShape>& sources) {
@@ -72,6 +83,7 @@ void check_block(const Item& item, const MergeBlock& block,
                {{block.rows, block.weight_row_stride}, {block.cols, 1}}, sources);
   check_extent(item, "destination", block.dst, block.dst_offset,
                {{block.rows, block.dst_row_stride}, {block.cols, 1}}, destinations);
+  check_depth(item, block, segments);
   check_reach(block, segments, sources);
 }
 

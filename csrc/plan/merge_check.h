@@ -9,6 +9,9 @@
 
 namespace lora_refit {
 
+// Of the ranks of a block's segments together: so much of B and A must fit a CPU thread's memory.
+inline constexpr int64_t kMostDepth = int64_t{1} << 20;
+
 // Throws std::invalid_argument naming the first bad buffer, segment or block. Blocks number their
 // modules from 0 to `modules` - 1. Blocks may overlap nowhere in their destinations; that is for
 // the caller to see to, as it is that no destination shares memory with a source.

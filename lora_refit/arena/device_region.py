@@ -28,6 +28,10 @@ IPC_HANDLE_BYTES = 64
 _log = logging.getLogger(__name__)
 
 
+_abandoned: list[Callable[[], None]] = []
+"""Keeps abandoned memory from being collected."""
+
+
 @dataclass
 class DeviceRegion:
     """GPU memory, mapped into this process."""
@@ -38,6 +42,11 @@ class DeviceRegion:
 
     def close(self) -> None:
         self._close()
+
+    def abandon(self) -> None:
+        """Leave the memory mapped until the process ends: somebody still reads it."""
+        _abandoned.append(self._close)
+        self._close = lambda: None
 
 
 def create_on_device(

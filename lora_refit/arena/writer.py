@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import weakref
@@ -13,6 +14,7 @@ import torch
 
 from lora_refit.arena import device_region
 from lora_refit.arena.control import Identity
+from lora_refit.arena.device_region import DeviceRegion
 from lora_refit.arena.layout import (
     HALVES,
     LAYOUT_DIGEST_BYTES,
@@ -26,9 +28,12 @@ from lora_refit.arena.region import HostRegion, Region
 from lora_refit.arena.waiting import attempts
 from lora_refit.devices import CPU
 from lora_refit.errors import LayoutMismatch, ReaderTimeout, StaleArena, TransportUnavailable
-from lora_refit.messages import ArenaHandle, HostStorage, Storage
+from lora_refit.messages import ArenaHandle, HostStorage, IpcStorage, Storage
 
 MEMORY_KINDS = ("auto", "ipc", "vmm", "host")
+TAKE_BACK_TIMEOUT_S = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 class ArenaWriter:
@@ -79,6 +84,8 @@ class ArenaWriter:
             memory_fd, region, storage = _create(layout, device, memory, token, self._name, undo)
             self._mapped = MappedArena(memory_fd, layout, region)
             undo.callback(self._mapped.close)
+            if isinstance(region, DeviceRegion) and isinstance(storage, IpcStorage):
+                undo.callback(_take_back, self._mapped, region, self._name)
             self._page = self._mapped.page
             self._page.write_identity(Identity.of(layout, token, layout_digest))
             self._mapped.locks.try_lock(WRITER_BYTE)
@@ -158,7 +165,9 @@ class ArenaWriter:
     def close(self) -> None:
         """Unmap and, in the process that created the arena, let readers know. May be called again.
 
-        Readers that have the arena mapped can still read what they pinned.
+        Readers that have the arena mapped can still read what they pinned. CUDA IPC memory cannot
+        outlive its owner, so for that kind a reader is waited for, some seconds at most; if it
+        keeps its pin, the memory stays until this process ends.
         """
         self._finalizer()
 
@@ -181,7 +190,7 @@ class ArenaWriter:
     def _wait_for_readers(self, half: int) -> None:
         holders: list[int] = []
         for _ in attempts(self._timeout_s):
-            holders = self._live_holders(half)
+            holders = _live_holders(self._mapped, half)
             if not holders:
                 return
         raise ReaderTimeout(
@@ -190,22 +199,36 @@ class ArenaWriter:
             "release it, or end that process, and publish again"
         )
 
-    def _live_holders(self, half: int) -> list[int]:
-        """Readers that keep this half; pins of dead readers are cleared on the way."""
-        holders = []
-        for reader in range(READER_CAPACITY):
-            pinned = self._page.pin(reader)
-            if not pinned or pinned % HALVES != half:
-                continue
-            if self._mapped.locks.is_locked(reader):
-                holders.append(reader)
-            else:
-                self._page.clear_pin(reader, pinned)
-        return holders
-
     def _describe(self, reader: int) -> str:
         pid, pinned = self._page.reader_pid(reader), self._page.pin(reader)
         return f"reader {reader} (pid {pid}) keeps sequence {pinned}"
+
+
+def _live_holders(mapped: MappedArena, half: int) -> list[int]:
+    """Readers that keep this half; pins of dead readers are cleared on the way."""
+    holders = []
+    for reader in range(READER_CAPACITY):
+        pinned = mapped.page.pin(reader)
+        if not pinned or pinned % HALVES != half:
+            continue
+        if mapped.locks.is_locked(reader):
+            holders.append(reader)
+        else:
+            mapped.page.clear_pin(reader, pinned)
+    return holders
+
+
+def _take_back(mapped: MappedArena, region: DeviceRegion, arena: str) -> None:
+    """Before the memory behind an IPC handle is freed: CUDA does not say what a reader finds then."""
+    if mapped.closed or not mapped.owned:
+        return
+    for half in range(HALVES):
+        mapped.page.hide(half)
+    for _ in attempts(TAKE_BACK_TIMEOUT_S):
+        if not any(_live_holders(mapped, half) for half in range(HALVES)):
+            return
+    region.abandon()
+    _log.warning("%s: a reader keeps its pin, so the memory stays until this process ends", arena)
 
 
 def _create(
@@ -217,6 +240,12 @@ def _create(
     undo: contextlib.ExitStack,
 ) -> tuple[int, Region, Storage]:
     """The shared memory file and the data halves; `undo` closes them."""
+    if memory not in MEMORY_KINDS:
+        raise TransportUnavailable(f"memory={memory!r}: use one of {', '.join(MEMORY_KINDS)}")
+    if device.type == "cpu" and memory in ("ipc", "vmm"):
+        raise TransportUnavailable(
+            f'{arena}: memory="{memory}" is GPU memory, but the adapter lies on the CPU; use "auto"'
+        )
     shared = None
     if device.type != "cpu" and memory != "host":
         shared = device_region.create_on_device(layout, device, memory, token, arena)

@@ -13,6 +13,7 @@ import torch
 from lora_refit.devices import device_of
 from lora_refit.errors import LayoutMismatch
 from lora_refit.kernels.backend import Addresses
+from lora_refit.kernels.cuda import ordinal, synchronize
 
 _TYPESTRS = {"f4": torch.float32, "f2": torch.float16, "V2": torch.bfloat16}
 """Of `__cuda_array_interface__`, which has no name for bfloat16: libraries send opaque 2 bytes."""
@@ -32,7 +33,9 @@ class Array:
 
     address: int
     type: BufferType
-    device: str
+    device: torch.device
+    stream: int | None = None
+    """The one that still fills the array, where its library says so."""
 
 
 def addresses(
@@ -53,10 +56,21 @@ def addresses(
                 f"{what} holds {described.type.numel} x {described.type.dtype}, the plan says "
                 f"{wanted.numel} x {wanted.dtype}"
             )
-        if described.device != device.type:
+        if not _usable(described.device, device, side):
             raise LayoutMismatch(f"{what} lies on {described.device}, the kernel runs on {device}")
+        if described.stream is not None:
+            synchronize(described.stream, device)
         found[index] = described.address
     return found
+
+
+def _usable(array: torch.device, kernel: torch.device, side: str) -> bool:
+    """Sources may lie on a peer of the kernel's GPU. Some libraries do not say on which GPU."""
+    if array.type != kernel.type:
+        return False
+    if side == "source" or array.index is None:
+        return True
+    return array.type == "cpu" or array.index == ordinal(kernel)
 
 
 def describe(array: object, what: str) -> Array:
@@ -77,7 +91,7 @@ def _describe_tensor(tensor: torch.Tensor, what: str) -> Array:
     if not tensor.is_contiguous():
         raise LayoutMismatch(f"{what} has strides {tensor.stride()}; pass a contiguous array")
     kind = BufferType(tensor.dtype, tensor.numel())
-    return Array(tensor.data_ptr(), kind, device_of(tensor).type)
+    return Array(tensor.data_ptr(), kind, device_of(tensor))
 
 
 def _describe_interface(interface: dict[str, Any], what: str) -> Array:
@@ -89,10 +103,13 @@ def _describe_interface(interface: dict[str, Any], what: str) -> Array:
         )
     if strides is not None and tuple(strides) != _contiguous_strides(shape, dtype.itemsize):
         raise LayoutMismatch(f"{what} has strides {tuple(strides)}; pass a contiguous array")
+    if interface.get("mask") is not None:
+        raise LayoutMismatch(f"{what} is masked; pass a plain array")
     address, read_only = interface["data"]
     if read_only and what.startswith("destination"):
         raise LayoutMismatch(f"{what} is read-only; pass a writable array")
-    return Array(int(address or 0), BufferType(dtype, math.prod(shape)), "cuda")
+    kind = BufferType(dtype, math.prod(shape))
+    return Array(int(address or 0), kind, torch.device("cuda"), interface.get("stream"))
 
 
 def _contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:

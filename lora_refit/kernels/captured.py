@@ -37,7 +37,7 @@ class CapturedCopy:
         self._stream = stream_handle(stream, kernel.device)
         self._graph: _C.cuda.Graph | None = None
         self._captured: tuple[Addresses, Addresses] | None = None
-        self._launches = 0
+        self._submissions = 0
         self.captures = 0
 
     def run(self, src_addresses: Addresses, dst_addresses: Addresses) -> Addresses:
@@ -57,7 +57,7 @@ class CapturedCopy:
 
     def _is_captured_with(self, src: Addresses, dst: Addresses) -> bool:
         captured = self._captured
-        if captured is None or self._launches != self._kernel.launches:
+        if captured is None or self._submissions != self._kernel.submissions:
             return False
         return all(
             np.array_equal(now, then) for now, then in zip((src, dst), captured, strict=True)
@@ -75,7 +75,7 @@ class CapturedCopy:
                 raise
             self._graph = _C.cuda.end_capture(self._device, self._stream)
         self._captured = (src.copy(), dst.copy())
-        self._launches = self._kernel.launches
+        self._submissions = self._kernel.submissions
         self.captures += 1
         return digests
 

@@ -55,6 +55,8 @@ class CopyKernel:
             )
         self._digests = np.zeros(len(destinations), np.uint64)
         self.launches = 0
+        self.submissions = 0
+        """Launches that were tried, failed ones included."""
 
     @property
     def bytes_written(self) -> int:
@@ -82,6 +84,7 @@ class CopyKernel:
             LayoutMismatch: an address is missing.
             TransportUnavailable: the driver refused; the message names the call and the device.
         """
+        self.submissions += 1
         with typed_errors("the copy kernel cannot run"):
             self._program.run(
                 src_addresses, dst_addresses, self._digests, stream_handle(stream, self.device)
@@ -100,6 +103,7 @@ class CopyKernel:
         While the stream is being captured the addresses must be those of the run before. A replay
         uses the addresses of the last run: see CapturedCopy, which captures again when they move.
         """
+        self.submissions += 1
         with typed_errors("the copy kernel cannot be launched"):
             self._program.launch(src_addresses, dst_addresses, stream_handle(stream, self.device))
         self.launches += 1

@@ -79,9 +79,7 @@ class CpuBackend:
         modules: int,
     ) -> CpuMergeProgram:
         return CpuMergeProgram(
-            _C.MergeProgram(
-                blocks, segments, src_dtypes, src_sizes, dst_dtypes, dst_sizes, modules
-            )
+            _C.MergeProgram(blocks, segments, src_dtypes, src_sizes, dst_dtypes, dst_sizes, modules)
         )
 
     def digest(

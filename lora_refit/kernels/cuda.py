@@ -69,6 +69,14 @@ def ordinal(device: torch.device) -> int:
     return device.index if device.index is not None else current_cuda_device()
 
 
+def synchronize(stream: int, device: torch.device) -> None:
+    """Wait for all work of a stream. Raises TransportUnavailable if the driver refuses."""
+    try:
+        _C.cuda.synchronize(ordinal(device), stream)
+    except _C.cuda.CudaError as error:
+        raise TransportUnavailable(str(error)) from error
+
+
 @lru_cache(maxsize=1)
 def missing() -> str:
     """What this build or machine lacks to use CUDA; empty once the kernels were handed over."""

@@ -15,8 +15,9 @@ from cpu_as_gpu import GPU, pretend
 from stand_in import StandIn
 
 from lora_refit import _C
-from lora_refit.arena import ArenaLayout, ArenaReader, ArenaWriter
-from lora_refit.errors import TransportUnavailable
+from lora_refit.arena import ArenaLayout, ArenaReader, ArenaWriter, device_region
+from lora_refit.arena import writer as arena_writer
+from lora_refit.errors import LayoutMismatch, TransportUnavailable
 from lora_refit.kernels import BLOCK_DTYPE, BufferType, CapturedCopy, CopyKernel
 from lora_refit.messages import HostStorage, IpcStorage, VmmStorage
 
@@ -208,3 +209,65 @@ def test_the_arena_of_a_parent_is_not_its_childs(driver: StandIn) -> None:
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
         assert read_back(arena) == "CUDA IPC"
+
+
+def test_ipc_memory_is_not_freed_under_a_reader(
+    driver: StandIn, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pinned reader keeps the memory alive beyond close; one that lets go in time does not."""
+    monkeypatch.setattr(arena_writer, "TAKE_BACK_TIMEOUT_S", 0.2)
+    for pinned in (True, False):
+        arena = writer("ipc")
+        reader = ArenaReader(arena.handle, DIGEST, device=GPU)
+        arena.begin(1)
+        arena.publish(1, 5, np.zeros(2, np.uint64))
+        reader.pin(1, 5)
+        if not pinned:
+            reader.release()
+        driver.take_calls()
+        with caplog.at_level(logging.WARNING):
+            arena.close()
+        reader.close()
+        assert ("cuMemFree" in driver.take_calls()) is not pinned
+        assert ("keeps its pin" in caplog.text) is pinned
+        caplog.clear()
+    device_region._abandoned.pop()()
+
+
+@pytest.mark.parametrize("memory", ["ipc", "vmm"])
+def test_gpu_memory_for_a_cpu_adapter_is_refused(memory: str) -> None:
+    with pytest.raises(TransportUnavailable, match=f'memory="{memory}" is GPU memory'):
+        ArenaWriter(LAYOUT, 0, DIGEST, memory=memory)
+    with pytest.raises(TransportUnavailable, match="memory='elsewhere': use one of"):
+        ArenaWriter(LAYOUT, 0, DIGEST, memory="elsewhere")
+
+
+class ForeignArray:
+    def __init__(self, tensor: torch.Tensor, stream: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": "<f4",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+            "stream": stream,
+        }
+
+
+def test_the_stream_that_fills_a_foreign_array_is_waited_for(driver: StandIn) -> None:
+    kind = BufferType(torch.float32, 100)
+    kernel = CopyKernel(one_row(100), [kind], [kind], GPU)
+    source, target = torch.randn(100), torch.zeros(100)
+    stream = _C.cuda.Stream(0)
+    driver.take_calls()
+    kernel.copy([ForeignArray(source, stream.handle)], [target])
+    calls = driver.take_calls()
+    assert calls.index("cuStreamSynchronize") < calls.index("cuLaunchKernel")
+    assert torch.equal(source, target)
+    stream.close()
+
+
+def test_a_destination_on_another_gpu_is_refused(driver: StandIn) -> None:
+    kind = BufferType(torch.float32, 100)
+    kernel = CopyKernel(one_row(100), [kind], [kind], OTHER_GPU)
+    with pytest.raises(LayoutMismatch, match="destination array 0 lies on cuda:0, .* on cuda:1"):
+        kernel.copy([torch.zeros(100)], [torch.zeros(100)])

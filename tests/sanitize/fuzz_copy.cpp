@@ -4,45 +4,22 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <random>
 #include <stdexcept>
 #include <vector>
 
 #include "convert.h"
 #include "cpu/copy.h"
 #include "cpu/digest.h"
+#include "fuzzing.h"
 
 namespace lora_refit {
 namespace {
-
-using Bytes = std::vector<std::byte>;
 
 struct Case {
   std::vector<CopyBlock> blocks;
   std::vector<BufferShape> sources;
   std::vector<BufferShape> destinations;
 };
-
-class Random {
- public:
-  explicit Random(uint32_t seed) : engine_(seed) {}
-  int64_t from(int64_t low, int64_t high) {
-    return std::uniform_int_distribution<int64_t>(low, high)(engine_);
-  }
-  template <class T, size_t kCount>
-  T one_of(const T (&choices)[kCount]) {
-    return choices[from(0, kCount - 1)];
-  }
-  void fill(Bytes& bytes) {
-    for (std::byte& byte : bytes) byte = static_cast<std::byte>(engine_());
-  }
-
- private:
-  std::mt19937 engine_;
-};
-
-DType random_dtype(Random& random) { return static_cast<DType>(random.from(0, 2)); }
 
 // Gives `block` destination strides of its own region that begins at `first`; returns its end.
 int64_t lay_out_destination(Random& random, CopyBlock& block, int64_t first) {
@@ -82,8 +59,8 @@ int64_t lay_out_source(Random& random, CopyBlock& block) {
 Case random_case(Random& random) {
   Case result;
   for (int i = 0; i < 2; ++i) {
-    result.sources.push_back({random_dtype(random), 0});
-    result.destinations.push_back({random_dtype(random), 0});
+    result.sources.push_back({random.dtype(), 0});
+    result.destinations.push_back({random.dtype(), 0});
   }
   const int64_t count = random.from(1, 8);
   for (int64_t i = 0; i < count; ++i) {
@@ -103,22 +80,6 @@ Case random_case(Random& random) {
     }
     result.blocks.push_back(block);
   }
-  return result;
-}
-
-// Exactly as many bytes as the elements need, so that the redzones begin right behind them.
-std::vector<Bytes> allocate(const std::vector<BufferShape>& shapes, std::byte fill) {
-  std::vector<Bytes> buffers;
-  for (const BufferShape& shape : shapes) {
-    buffers.emplace_back(shape.elements * element_bytes(shape.dtype), fill);
-    buffers.back().shrink_to_fit();
-  }
-  return buffers;
-}
-
-std::vector<uint64_t> addresses(const std::vector<Bytes>& buffers) {
-  std::vector<uint64_t> result;
-  for (const Bytes& buffer : buffers) result.push_back(reinterpret_cast<uint64_t>(buffer.data()));
   return result;
 }
 
@@ -172,10 +133,6 @@ void run_plainly(const Case& test, const std::vector<Bytes>& sources,
   }
 }
 
-void require(bool condition, const char* what) {
-  if (!condition) throw std::runtime_error(what);
-}
-
 void check_once(Random& random) {
   const Case test = random_case(random);
   std::vector<Bytes> sources = allocate(test.sources, std::byte{0});
@@ -221,16 +178,10 @@ void check_refusals(Random& random) {
 
 int main(int argc, char** argv) {
   const int cases = argc > 1 ? std::atoi(argv[1]) : 500;
-  for (int seed = 0; seed < cases; ++seed) {
-    lora_refit::Random random(static_cast<uint32_t>(seed));
-    try {
-      lora_refit::check_once(random);
-      lora_refit::check_refusals(random);
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "seed %d: %s\n", seed, error.what());
-      return 1;
-    }
-  }
-  std::printf("%d random block lists equal the plain loop\n", cases);
-  return 0;
+  const bool passed = lora_refit::all_pass(cases, [](lora_refit::Random& random) {
+    lora_refit::check_once(random);
+    lora_refit::check_refusals(random);
+  });
+  if (passed) std::printf("%d random block lists equal the plain loop\n", cases);
+  return passed ? 0 : 1;
 }

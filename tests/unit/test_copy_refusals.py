@@ -76,7 +76,9 @@ def test_unsupported_dtype_and_device_are_named() -> None:
     good = [BufferType(torch.bfloat16, 10)]
     with pytest.raises(UnsupportedAdapter, match=r"source buffer 1 has dtype torch\.int8"):
         kernels.CopyKernel(block(*FITS), [*good, BufferType(torch.int8, 10)], good)
-    with pytest.raises(TransportUnavailable, match="device meta: lora_refit copies on cpu and cuda"):
+    with pytest.raises(
+        TransportUnavailable, match="device meta: lora_refit copies on cpu and cuda"
+    ):
         kernels.CopyKernel(block(*FITS), good, good, torch.device("meta"))
 
 

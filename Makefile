@@ -10,7 +10,7 @@ PIP := .venv/bin/pip install --quiet --disable-pip-version-check --no-compile \
 	--constraint requirements/constraints.txt
 
 EXTENSION_SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
-CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(EXTENSION_SOURCES))
+CXX_SOURCES := $(shell git ls-files "*.cpp" "*.h" "*.cu" "*.cuh")
 
 .PHONY: venv test lint demo
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 import numpy as np
-from extension_under_test import cuda, stand_in
+from mutated_extension import cuda, stand_in
 
 BLOCK = np.dtype("i4,i4,i8,i8,3i8,3i8,3i8,f4,u4")
 MERGE_BLOCK = np.dtype("i4,i4,i8,i8,i8,i8,i8,i8,i4,i4,i4,f4")

@@ -14,7 +14,7 @@ _PRELUDE = """
 import os
 import sys
 import numpy as np
-from extension_under_test import cuda, stand_in
+from mutated_extension import cuda, stand_in
 """
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import pytest
 import torch
+from helpers import factor, pair
 
+from lora_refit import Publisher
 from lora_refit.errors import LayoutMismatch
 from lora_refit.sources.megatron import MegatronSource
 
@@ -54,3 +59,40 @@ def test_a_scale_that_changes_after_construction_is_named(
         source.parameters()
     setattr(chunk.proj.adapter, attribute, before)
     assert len(source.parameters()) == 2
+
+
+class OverlappedChunk(torch.nn.Module):
+    """Megatron's DistributedDataParallel after an optimizer's step, as far as settle() uses it: the
+    other ranks' shards are old until the parameter gather is forced."""
+
+    def __init__(self, chunk: torch.nn.Module, overlap: bool) -> None:
+        super().__init__()
+        self.module = chunk
+        self.ddp_config = SimpleNamespace(overlap_param_gather=overlap)
+        self.gathers = 0
+
+    def start_param_sync(self, *, force_sync: bool) -> None:
+        assert force_sync, "an overlapped gather ends during the next forward"
+        self.gathers += 1
+        self.module.proj.adapter.linear_in.weight.fill_(self.gathers)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_publish_forces_the_overlapped_parameter_gather(
+    chunk: torch.nn.Module, overlap: bool
+) -> None:
+    ddp = OverlappedChunk(chunk, overlap)
+    adapter = chunk.proj.adapter
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from pair(adapter.linear_in.weight.detach(), adapter.linear_out.weight.detach())
+
+    with torch.no_grad():
+        adapter.linear_in.weight.fill_(0)
+    source = MegatronSource(ddp, export=export, config={"r": 2, "lora_alpha": 6})
+    source.prove = lambda export_map, rank: None  # these modules have no forward
+    with Publisher(source, torch.float32) as publisher:
+        for version in (1, 2):
+            publisher.publish(version)
+            factors = publisher.export_packed().tensors()
+            assert torch.all(factors[factor("proj", "A")] == (version if overlap else 0))

@@ -63,6 +63,12 @@ def _current_stream(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
+def finish_current_work(device: torch.device) -> None:
+    """Wait for what torch's current stream of a GPU was given; on a CPU nothing is pending."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def current_cuda_device() -> int:
     """Number of the GPU that torch means by "cuda"."""
     return torch.cuda.current_device() if torch.cuda.is_available() else 0

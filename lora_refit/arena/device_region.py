@@ -134,7 +134,7 @@ class _Shared:
 
     def region(self) -> DeviceRegion:
         self._users += 1
-        close = contextlib.ExitStack()
+        close = contextlib.ExitStack()  # a second close leaves nothing once more
         close.callback(self._leave)
         return DeviceRegion(self._memory.address, "CUDA IPC", close.close)
 

@@ -13,7 +13,7 @@ import torch
 from lora_refit.devices import device_of
 from lora_refit.errors import LayoutMismatch
 from lora_refit.kernels.backend import Addresses
-from lora_refit.kernels.cuda import ordinal, synchronize
+from lora_refit.kernels.cuda import ordinal, reach, synchronize
 
 _TYPESTRS = {"f4": torch.float32, "f2": torch.float16, "V2": torch.bfloat16}
 """Of `__cuda_array_interface__`, which has no name for bfloat16: libraries send opaque 2 bytes."""
@@ -58,6 +58,8 @@ def addresses(
             )
         if not _usable(described.device, device, side):
             raise LayoutMismatch(f"{what} lies on {described.device}, the kernel runs on {device}")
+        if described.device.type == "cuda":
+            reach(described.device, device)
         if described.stream is not None:
             synchronize(described.stream, device)
         found[index] = described.address
@@ -65,7 +67,7 @@ def addresses(
 
 
 def _usable(array: torch.device, kernel: torch.device, side: str) -> bool:
-    """Sources may lie on a peer of the kernel's GPU. Some libraries do not say on which GPU."""
+    """Only sources may lie on a peer of the kernel's GPU. Some libraries do not say on which GPU."""
     if array.type != kernel.type:
         return False
     if side == "source" or array.index is None:

@@ -77,6 +77,16 @@ def synchronize(stream: int, device: torch.device) -> None:
         raise TransportUnavailable(str(error)) from error
 
 
+def reach(other: torch.device, device: torch.device) -> None:
+    """Let kernels on `device` read memory of a peer. Raises TransportUnavailable if they cannot."""
+    if other.index is None or other.index == ordinal(device):
+        return
+    try:
+        _C.cuda.enable_peer_access(ordinal(device), other.index)
+    except _C.cuda.CudaError as error:
+        raise TransportUnavailable(str(error)) from error
+
+
 @lru_cache(maxsize=1)
 def missing() -> str:
     """What this build or machine lacks to use CUDA; empty once the kernels were handed over."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lora_refit.collectives import world
+from lora_refit.devices import common_device, finish_current_work
 from lora_refit.errors import LayoutMismatch, UnsupportedAdapter
 from lora_refit.sources.base import PEFT_PREFIX
 from lora_refit.sources.forward_proof import AdapterModule, prove_forward
@@ -85,6 +86,8 @@ class MegatronSource:
             if config is not None and config.overlap_param_gather:
                 with torch.no_grad():
                     ddp.start_param_sync(force_sync=True)
+                # The gather is ordered on torch's stream, the pack perhaps on another.
+                finish_current_work(common_device(self.parameters()))
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """PEFT-named factors from the bridge or the given callable. Collective."""

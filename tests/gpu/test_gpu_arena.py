@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -271,3 +272,31 @@ def test_a_destination_on_another_gpu_is_refused(driver: StandIn) -> None:
     kernel = CopyKernel(one_row(100), [kind], [kind], OTHER_GPU)
     with pytest.raises(LayoutMismatch, match="destination array 0 lies on cuda:0, .* on cuda:1"):
         kernel.copy([torch.zeros(100)], [torch.zeros(100)])
+
+
+def test_a_source_on_a_peer_is_made_readable(driver: StandIn) -> None:
+    """The source's memory is GPU 0's, the kernel and its destination are GPU 1's."""
+    kind = BufferType(torch.float32, 100)
+    kernel = CopyKernel(one_row(100), [kind], [kind], OTHER_GPU)
+    source, target = _C.cuda.DeviceMemory(0, 400), _C.cuda.DeviceMemory(1, 400)
+    values = np.arange(100, dtype=np.float32)
+    _C.cuda.copy_from_host(0, source.address, values)
+    with mock.patch("lora_refit.kernels.arrays.device_of", lambda tensor: tensor.gpu):
+        kernel.copy([PlacedTensor(source.address, GPU)], [PlacedTensor(target.address, OTHER_GPU)])
+    assert _C.cuda.copy_to_host(1, target.address, 400) == values.tobytes()
+    source.close()
+    target.close()
+
+
+class PlacedTensor(torch.Tensor):
+    """A tensor that says to lie at some address of some GPU."""
+
+    def __new__(cls, address: int, gpu: torch.device) -> PlacedTensor:
+        return torch.Tensor._make_subclass(cls, torch.zeros(100))
+
+    def __init__(self, address: int, gpu: torch.device) -> None:
+        super().__init__()
+        self.address, self.gpu = address, gpu
+
+    def data_ptr(self) -> int:
+        return self.address

@@ -11,6 +11,7 @@ from helpers import factor, pair
 
 from lora_refit import Publisher
 from lora_refit.errors import LayoutMismatch
+from lora_refit.sources import megatron
 from lora_refit.sources.megatron import MegatronSource
 
 
@@ -79,8 +80,9 @@ class OverlappedChunk(torch.nn.Module):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_publish_forces_the_overlapped_parameter_gather(
-    chunk: torch.nn.Module, overlap: bool
+    chunk: torch.nn.Module, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And waits for it: the pack may run on another stream than the gather."""
     ddp = OverlappedChunk(chunk, overlap)
     adapter = chunk.proj.adapter
 
@@ -89,6 +91,8 @@ def test_publish_forces_the_overlapped_parameter_gather(
 
     with torch.no_grad():
         adapter.linear_in.weight.fill_(0)
+    waited_after: list[int] = []
+    monkeypatch.setattr(megatron, "finish_current_work", lambda _: waited_after.append(ddp.gathers))
     source = MegatronSource(ddp, export=export, config={"r": 2, "lora_alpha": 6})
     source.prove = lambda export_map, rank: None  # these modules have no forward
     with Publisher(source, torch.float32) as publisher:
@@ -96,3 +100,4 @@ def test_publish_forces_the_overlapped_parameter_gather(
             publisher.publish(version)
             factors = publisher.export_packed().tensors()
             assert torch.all(factors[factor("proj", "A")] == (version if overlap else 0))
+    assert waited_after == ([1, 2] if overlap else [])

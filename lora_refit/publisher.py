@@ -19,10 +19,21 @@ from lora_refit.arena import ArenaLayout, ArenaWriter
 from lora_refit.collectives import ProcessGroup, all_gather_bytes, same_outcome, world
 from lora_refit.devices import common_device, device_of
 from lora_refit.errors import LayoutMismatch, TransportUnavailable, UnsupportedAdapter
-from lora_refit.kernels import SCALE_ONCE
+from lora_refit.merged.build import (
+    DeliveryParts,
+    make_delivery,
+    make_ring,
+    merged_layout,
+    survey_bases,
+)
+from lora_refit.merged.checkpoint import MergedState
+from lora_refit.merged.delivery import Delivery
+from lora_refit.merged.magnitudes import gather_magnitudes
+from lora_refit.merged.pieces import adapted_weights
 from lora_refit.messages import ArenaHandle
+from lora_refit.pack import adapter_dtype, pack_plan
 from lora_refit.packed import PackedView, gather_packed, write_peft_directory
-from lora_refit.plan import Block, Buffer, Plan
+from lora_refit.plan import Plan
 from lora_refit.sources.base import Source, has_storage, lora_scale
 from lora_refit.spec import FORMAT, Layout, Spec, Ticket
 from lora_refit.trace.export import Parameter, trace_export
@@ -37,7 +48,9 @@ class Publisher:
     """Publishes versions of one trainer rank's adapter shards. Construction is collective.
 
     source: the trainer's adapter, for example MegatronSource.
-    dtype: of the engine's LoRA slots; parameters are cast to it, round to nearest even.
+    dtype: of the engine's LoRA slots, or of its merged weights; rounds to nearest even.
+    mode: "adapter" fills LoRA slots. "merged" sends W' = W + alpha / r * B @ A of every adapted
+        weight, from the trainer's own base, which is read and never written.
     exchange: "auto" or "peer": engine workers map every rank's arena, so a refit needs no
         collective. Other exchanges raise TransportUnavailable.
     group: the trainer's process group; None for the default group.
@@ -46,10 +59,17 @@ class Publisher:
         rounds once: up to one unit in the last place nearer to the trainer, and not bit-equal.
     timeout_s: how long `publish` waits for readers of the half that it is about to overwrite.
     memory: where a GPU's arena lies: "auto", "ipc", "vmm" or "host", as for ArenaWriter.
+    bucket_bytes: merged mode only: the most that a rank holds of the merged weights in each of two
+        buffers, which is all the memory that it takes for them. Where both hold everything, a
+        version is merged when it is published, otherwise while an engine takes it.
+    merge_rounding: merged mode only: "once" adds in fp32 and rounds once. "forward" rounds B @ A, its
+        multiple and the sum to the base's dtype, as an eager merge in that dtype does: nearer to a
+        trainer whose forward rounds likewise, and several times slower.
 
     The adapter must lie on one device; the arena is in its memory, or shared memory on a CPU.
 
-    Raises what `trace_export` raises: NotMovement, CoverageError, UnsupportedAdapter.
+    Raises what `trace_export` raises: NotMovement, CoverageError, UnsupportedAdapter. In merged mode
+    UnsupportedAdapter also for a module whose base weight cannot be merged.
     """
 
     def __init__(
@@ -62,19 +82,37 @@ class Publisher:
         scale_rounding: str = "engine",
         timeout_s: float = 60.0,
         memory: str = "auto",
+        mode: str = "adapter",
+        bucket_bytes: int = 256 << 20,
+        merge_rounding: str = "once",
     ) -> None:
-        _check_arguments(dtype, exchange, scale_rounding)
+        _check_arguments(dtype, exchange, scale_rounding, mode, merge_rounding)
         self._source = source
-        self._dtype = dtype
+        self._group = group
         self._rank, _ = world(group)
         export_map = trace_export(source, group)
-        layout = Layout(
-            format=FORMAT,
-            dtype=str(dtype).removeprefix("torch."),
-            scale_folded=scale_rounding == "once",
-            peft_config=same_outcome(lambda: _plain_config(source), group),
-            export_map=export_map,
-        )
+        bases = survey_bases(source, export_map, self._rank, group)
+        self._pieces = bases.pieces
+        config = same_outcome(lambda: _plain_config(source), group)
+
+        def make_layout() -> Layout:
+            if mode == "adapter":
+                _refuse_dora(config)
+            merging = mode == "merged"
+            packed = adapter_dtype(export_map.parameters) if merging else dtype
+            return Layout(
+                format=FORMAT,
+                dtype=str(packed).removeprefix("torch."),
+                scale_folded=scale_rounding == "once",
+                peft_config=config,
+                export_map=export_map,
+                base=bases.samples,
+                merged=merged_layout(export_map, bases.pieces, dtype, bucket_bytes)
+                if merging
+                else None,
+            )
+
+        layout = same_outcome(make_layout, group)
         _require_same_layout(layout, group)
         own = tuple(item for item in export_map.parameters if item.rank == self._rank)
         self._plan = pack_plan(own, layout, self._rank)
@@ -82,7 +120,7 @@ class Publisher:
         self._kernel = same_outcome(lambda: self._plan.kernel(self._device), group)
         self._writer = same_outcome(
             lambda: ArenaWriter(
-                ArenaLayout(tuple(math.prod(item.shape) * dtype.itemsize for item in own)),
+                ArenaLayout(tuple(math.prod(item.shape) * layout.itemsize for item in own)),
                 rank=self._rank,
                 layout_digest=layout.digest(),
                 timeout_s=timeout_s,
@@ -96,6 +134,9 @@ class Publisher:
             layout_digest=layout.digest(),
             arenas=_exchange_handles(self._writer.handle, group),
         )
+        self._delivery: Delivery | None = None
+        if layout.merged is not None:
+            self._set_up_delivery(timeout_s, memory, merge_rounding)
         self._publisher = self._spec.publisher
         self._parameters = own
         self._state: State | None = None
@@ -118,12 +159,16 @@ class Publisher:
         return self._kernel.launches
 
     def publish(self, version: int, stream: object | None = None) -> Ticket:
-        """Pack this rank's parameters as `version`. Local: one launch, no collective.
+        """Pack this rank's parameters as `version`. One launch, no collective.
 
         Call it on every rank after the optimizer's step. The pack follows what `stream` (of a GPU;
         torch's current one by default) was given before, and has finished when this returns.
         Raises ReaderTimeout if a worker still reads the half to be overwritten, LayoutMismatch if
         the parameters changed since tracing; earlier versions stay as they were.
+
+        In adapter mode this is local. In merged mode it waits for the ranks that share a weight
+        with this one, and takes back the version before: ReaderTimeout if a refit to that is under
+        way, WriterTimeout if a rank does not publish.
         """
         started = time.perf_counter()
         version = int(operator.index(version))  # index() alone returns True for True
@@ -131,6 +176,8 @@ class Publisher:
         self._sequence = sequence = self._sequence + 1
         if not -(2**63) <= version < 2**63:
             raise LayoutMismatch(f"version {version} does not fit in 64 bits")
+        if self._delivery is not None:
+            self._delivery.stop()
         self._source.settle()
         addresses = self._source_addresses()
         half = self._writer.begin(sequence)
@@ -142,6 +189,8 @@ class Publisher:
             if isinstance(error, TransportUnavailable):
                 raise TransportUnavailable(f"trainer rank {self._rank}: {error}") from error
             raise
+        if self._delivery is not None:
+            self._delivery.start(sequence, version, stream)
         return Ticket(
             version=version,
             sequence=sequence,
@@ -162,8 +211,40 @@ class Publisher:
             write_peft_directory(view, self._spec.layout, Path(path))
         return view
 
+    def merged_state(
+        self, path: str | Path | None = None, *, dtype: torch.dtype | None = None
+    ) -> MergedState:
+        """The whole model as it is now, adapter merged: (Hugging Face name, tensor) pairs.
+
+        Collective, also when it is iterated; see MergedState. With `path`, also writes a checkpoint
+        folder there that `transformers` and engines load, a shard at a time. dtype: of its
+        floating-point tensors; None for the trainer's. Works in both modes.
+        """
+        factors = {
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in self._source.export()
+            if self._rank == 0
+        }
+        layout, held = self._spec.layout, self._source.base_weights()
+        weights = adapted_weights(layout.export_map)
+        state = MergedState(
+            self._source.full_model(),
+            factors,
+            lora_scale(layout.peft_config),
+            magnitudes=gather_magnitudes(
+                self._pieces.pieces, held, weights, self._rank, self._group
+            ),
+            dtype=dtype,
+            group=self._group,
+        )
+        if path is not None:
+            state.save(path)
+        return state
+
     def close(self) -> None:
         """Release the arena; see ArenaWriter.close for what becomes of a worker's mapping. Idempotent."""
+        if self._delivery is not None:
+            self._delivery.close()
         self._writer.close()
 
     def __enter__(self) -> Publisher:
@@ -177,6 +258,17 @@ class Publisher:
     ) -> None:
         self.close()
 
+    def _set_up_delivery(self, timeout_s: float, memory: str, rounding: str) -> None:
+        layout, rank, device, group = self._spec.layout, self._rank, self._device, self._group
+        ring = same_outcome(lambda: make_ring(layout, rank, timeout_s, device, memory), group)
+        self._spec = msgspec.structs.replace(
+            self._spec, rings=_exchange_handles(ring.handle, group)
+        )
+        parts = DeliveryParts(
+            self._source, self._pieces, ring, rank, timeout_s, device, rounding, group
+        )
+        self._delivery = same_outcome(lambda: make_delivery(self._spec, parts), group)
+
     def _source_addresses(self) -> npt.NDArray[np.uint64]:
         """Where the parameters are now: trainers move them when they offload and reload."""
         tensors = [tensor for _, tensor in self._source.parameters()]
@@ -186,56 +278,6 @@ class Publisher:
             self._addresses = np.asarray([address for address, *_ in state], np.uint64)
             self._state = state
         return self._addresses
-
-
-def pack_plan(parameters: Sequence[Parameter], layout: Layout, rank: int) -> Plan:
-    """One block a parameter: cast into the arena entry of the same number."""
-    scales = folded_scales(layout) if layout.scale_folded else {}
-    numels = [math.prod(item.shape) for item in parameters]
-    first = next((i for i, item in enumerate(layout.export_map.parameters) if item.rank == rank), 0)
-    blocks = [
-        Block(
-            src=index,
-            dst=index,
-            src_offset=0,
-            dst_offset=0,
-            size=(1, 1, numel),
-            src_stride=(0, 0, 1),
-            dst_stride=(0, 0, 1),
-            scale=scales.get(first + index, 1.0),
-            flags=SCALE_ONCE if layout.scale_folded else 0,
-        )
-        for index, numel in enumerate(numels)
-    ]
-    return Plan.build(
-        [
-            Buffer(item.name, rank, item.dtype, numel)
-            for item, numel in zip(parameters, numels, strict=True)
-        ],
-        [
-            Buffer(f"arena/{item.name}", rank, layout.dtype, numel)
-            for item, numel in zip(parameters, numels, strict=True)
-        ],
-        blocks,
-    )
-
-
-def folded_scales(layout: Layout) -> dict[int, float]:
-    """alpha / r of every parameter that feeds a lora_B, and of its replicas, by global index."""
-    config = layout.peft_config
-    if config.get("rank_pattern") or config.get("alpha_pattern"):
-        raise UnsupportedAdapter(
-            'scale_rounding="once" needs one rank and alpha for all modules; use "engine"'
-        )
-    scale = lora_scale(config)
-    scales = {
-        cell.tensor: scale
-        for factor in layout.export_map.factors
-        if factor.name.endswith(".lora_B.weight")
-        for cell in factor.cells
-    }
-    copies = {copy: scale for first, copy in layout.export_map.replicas if first in scales}
-    return scales | copies
 
 
 def _plain_config(source: Source) -> dict[str, Any]:
@@ -251,7 +293,25 @@ def _plain_config(source: Source) -> dict[str, Any]:
     return plain
 
 
-def _check_arguments(dtype: torch.dtype, exchange: str, scale_rounding: str) -> None:
+def _refuse_dora(config: dict[str, Any]) -> None:
+    if config.get("use_dora"):
+        raise UnsupportedAdapter(
+            "DoRA rescales the merged weight by a learned magnitude (weight_magnitude), which a "
+            'LoRA slot cannot hold; use mode="merged", or train with LoRA'
+        )
+
+
+def _check_arguments(
+    dtype: torch.dtype, exchange: str, scale_rounding: str, mode: str, merge_rounding: str
+) -> None:
+    if mode not in ("adapter", "merged"):
+        raise UnsupportedAdapter(f'mode={mode!r}: use "adapter" or "merged"')
+    if mode == "merged" and scale_rounding != "engine":
+        raise UnsupportedAdapter(
+            f"scale_rounding={scale_rounding!r} is of adapter mode; a merged weight is rounded once"
+        )
+    if merge_rounding not in ("once", "forward"):
+        raise UnsupportedAdapter(f'merge_rounding={merge_rounding!r}: use "once" or "forward"')
     if dtype not in ENGINE_DTYPES:
         raise UnsupportedAdapter(f"dtype {dtype}: engines hold LoRA slots in {ENGINE_DTYPES}")
     if exchange not in ("auto", "peer"):

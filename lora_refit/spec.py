@@ -9,18 +9,23 @@ from typing import Any
 import msgspec
 import torch
 
+from lora_refit.base_samples import BaseSample
 from lora_refit.errors import LayoutMismatch
+from lora_refit.merged.layout import MergedLayout
 from lora_refit.messages import ArenaHandle
 from lora_refit.trace.export import ExportMap
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that must not change while an engine is attached.
 
-    dtype: of the arenas, and of the engine's LoRA slots, without the `torch.` prefix.
+    dtype: of the arenas, and in adapter mode of the engine's LoRA slots, without the `torch.`
+        prefix.
     scale_folded: True if the arenas hold lora_B times alpha / r already.
+    base: sampled elements of the trainer's base weights, as far as it knows them.
+    merged: what merged mode delivers; None in adapter mode.
     """
 
     format: int
@@ -28,6 +33,13 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     scale_folded: bool
     peft_config: dict[str, Any]
     export_map: ExportMap
+    base: tuple[BaseSample, ...] = ()
+    merged: MergedLayout | None = None
+
+    @property
+    def mode(self) -> str:
+        """ "adapter" or "merged"."""
+        return "adapter" if self.merged is None else "merged"
 
     @property
     def itemsize(self) -> int:
@@ -42,11 +54,13 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """A publisher's offer to an engine: the layout and how to reach every rank's arena."""
+    """A publisher's offer to an engine: the layout and how to reach every rank's arena, and in
+    merged mode its bucket ring."""
 
     layout: Layout
     layout_digest: bytes
     arenas: tuple[ArenaHandle, ...]
+    rings: tuple[ArenaHandle, ...] = ()
 
     @property
     def publisher(self) -> bytes:

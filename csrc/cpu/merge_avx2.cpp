@@ -4,6 +4,8 @@
 #if defined(__x86_64__)
 
 #include <algorithm>
+#include <cmath>
+#include <cstdint>
 
 #include "cpu/avx2.h"
 #include "cpu/merge_portable.h"
@@ -66,8 +68,6 @@ struct VectorSums {
   __m256 products;
 };
 
-LORA_REFIT_AVX2 __m256i merged_nan() { return _mm256_set1_epi32(static_cast<int>(kMergedNan)); }
-
 LORA_REFIT_AVX2 __m256 rounding_errors(__m256 scale, __m256 products, __m256 weights, __m256 sums) {
   const __m256 delta_used = _mm256_sub_ps(sums, weights);
   const __m256 weight_used = _mm256_sub_ps(sums, delta_used);
@@ -75,22 +75,26 @@ LORA_REFIT_AVX2 __m256 rounding_errors(__m256 scale, __m256 products, __m256 wei
                        _mm256_fmsub_ps(scale, products, delta_used));
 }
 
-// Eight sums of W and D, rounded to W' dtype: bf16 in the upper halves of its lanes, fp16 in the
-// lower 128 bits, and in `after` as floats.
+// Eight sums of W and D, none of them a NaN, rounded to W' dtype: bf16 in the upper halves of its
+// lanes, fp16 in the lower 128 bits, and in `after` as floats.
 template <DType kOut>
 LORA_REFIT_AVX2 __m256i round_sums(__m256 sums, __m256& after) {
-  if constexpr (kOut == DType::kBF16) {
-    const __m256i rounded = round_to_bf16(sums, merged_nan());
+  const __m256i bits = _mm256_castps_si256(sums);
+  if constexpr (kOut == DType::kF32) {
+    after = sums;
+    return bits;
+  } else if constexpr (kOut == DType::kF16) {
+    const __m128i halves = round_to_f16(sums);
+    after = _mm256_cvtph_ps(halves);
+    return _mm256_castsi128_si256(halves);
+  } else {
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
+    const __m256i rounded = _mm256_add_epi32(bits, half);
     const __m256i high = _mm256_set1_epi32(static_cast<int>(0xFFFF0000u));
     after = _mm256_castsi256_ps(_mm256_and_si256(rounded, high));
     return rounded;
   }
-  const __m256 nans = _mm256_castsi256_ps(nans_of(sums));
-  after = _mm256_blendv_ps(sums, _mm256_castsi256_ps(merged_nan()), nans);
-  if constexpr (kOut == DType::kF32) return _mm256_castps_si256(after);
-  const __m128i halves = round_to_f16(after);
-  after = _mm256_cvtph_ps(halves);
-  return _mm256_castsi128_si256(halves);
 }
 
 template <DType kOut>
@@ -129,8 +133,19 @@ LORA_REFIT_AVX2 int64_t sum_counts(__m256i lanes) {
   return sum_ints(lanes);
 }
 
+// W' is not read again soon: past the caches its lines need not be fetched before they are written.
+LORA_REFIT_AVX2 void write_vector(std::byte* address, __m256i vector, bool aligned) {
+  if (aligned) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(address), vector);
+  } else {
+    store_vector(address, vector);
+  }
+}
+
+void settle() { _mm_sfence(); }
+
 // One run inside one chunk of the digest; see walk_merge_rows. Odd ends go through the portable
-// run.
+// run, and all of a run that has NaNs: vectors would not give them the portable run's bits.
 template <DType kWeightType, DType kOutType>
 struct Avx2MergeRun {
   static constexpr DType kWeight = kWeightType;
@@ -144,33 +159,33 @@ struct Avx2MergeRun {
   LORA_REFIT_AVX2_ENTRY static uint64_t write(const std::byte* weight, const float* products,
                                               std::byte* dst, int64_t first, int64_t count,
                                               float scale, MergeTally& tally) {
-    uint64_t weighted = 0;
-    int64_t done = std::min(count, first % kPerWord);  // up to the next word
-    if (done > 0) weighted += Portable::write(weight, products, dst, first, done, scale, tally);
+    const auto portable = [&](int64_t from, int64_t length) {
+      return Portable::write(weight + from * kWeightBytes, products + from, dst + from * kOutBytes,
+                             first + from, length, scale, tally);
+    };
+    const int64_t begin = std::min(count, first % kPerWord);  // of the first whole word
+    const int64_t end = count - (count - begin) % kStep;
+    const uint64_t odd_ends = portable(0, begin) + portable(end, count - end);
 
     const __m256 scales = _mm256_set1_ps(scale);
+    const bool aligned = reinterpret_cast<uintptr_t>(dst + begin * kOutBytes) % 32 == 0;
     VectorSums total = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     __m256i lanes = _mm256_setzero_si256();
     __m256i equal = _mm256_setzero_si256();
-    const int64_t begin = done;
-    for (; done + kStep <= count; done += kStep) {
+    for (int64_t done = begin; done < end; done += kStep) {
       __m256i before;
       const __m256i after =
           merge_step(weight + done * kWeightBytes, products + done, scales, total, before);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + done * kOutBytes), after);
+      write_vector(dst + done * kOutBytes, after, aligned);
       equal = count_equal<kOut>(equal, before, after);
       lanes = _mm256_add_epi64(lanes, weigh_vector(after, (first + done) / kPerWord));
     }
-    weighted += sum_lanes(lanes);
-    tally.residual += sum_floats(total.residual);
+    const double residual = sum_floats(total.residual);
+    if (std::isnan(residual)) return odd_ends + portable(begin, end - begin);
+    tally.residual += residual;
     tally.products += sum_floats(total.products);
-    tally.changed += static_cast<uint64_t>(done - begin + sum_counts<kOut>(equal));
-
-    if (done < count) {
-      weighted += Portable::write(weight + done * kWeightBytes, products + done,
-                                  dst + done * kOutBytes, first + done, count - done, scale, tally);
-    }
-    return weighted;
+    tally.changed += static_cast<uint64_t>(end - begin + sum_counts<kOut>(equal));
+    return odd_ends + sum_lanes(lanes);
   }
 
  private:
@@ -195,7 +210,7 @@ struct Avx2MergeRun {
 }  // namespace
 
 MergeKernels avx2_merge_kernels(DType weight, DType dst) {
-  return {multiply, select_merge_writer<Avx2MergeRun>(weight, dst)};
+  return {multiply, select_merge_writer<Avx2MergeRun>(weight, dst), settle};
 }
 
 }  // namespace lora_refit

@@ -57,7 +57,8 @@ struct MergeTally {
 
 struct MergeKernels {
   void (*multiply)(const ProductsJob&);
-  void (*write)(const MergeRowsJob&, MergeTally&);
+  void (*write)(const MergeRowsJob&, MergeTally&);  // W' must not overlap W
+  void (*settle)();  // orders what was written before what this thread stores next
 };
 
 MergeKernels find_merge_kernels(Simd simd, DType weight, DType dst);

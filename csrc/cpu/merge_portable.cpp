@@ -25,10 +25,12 @@ void multiply(const ProductsJob& job) {
   }
 }
 
+void settle() {}  // plain stores stay in order
+
 }  // namespace
 
 MergeKernels portable_merge_kernels(DType weight, DType dst) {
-  return {multiply, select_merge_writer<PortableMergeRun>(weight, dst)};
+  return {multiply, select_merge_writer<PortableMergeRun>(weight, dst), settle};
 }
 
 }  // namespace lora_refit

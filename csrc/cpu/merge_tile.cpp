@@ -117,6 +117,7 @@ void merge_tile(const MergeTileJob& job, MergeTally& tally) {
       kernels.write(write, tally);
     }
   }
+  kernels.settle();
 }
 
 }  // namespace lora_refit

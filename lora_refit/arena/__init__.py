@@ -40,10 +40,62 @@ ends, however it ends. A pin whose byte is free belongs to a dead reader and is 
 waiting reader that finds the writer's byte free says that the trainer is gone (R1).
 
 Nothing is left behind: the memory has no name, and it goes with the last process that maps it.
+
+Bucket rings
+============
+
+A bucket ring is an arena whose halves hold one bucket each of a *publication* that is too large to
+be in memory as a whole. The writer makes a bucket when a reader asks for it, under the next sequence
+that belongs to a half: W1-W6 and R1-R6 hold as above. A half's table names its publication and its
+bucket; a reader looks at both under its pin.
+
+Each reader has two more words. The *ask word* names the bucket that it waits for, or wants next.
+The *session word* names the publication that it reads, also between two passes over the buckets.
+
+===================================  ==============================================
+writer: begin(b), merge, publish(b)  reader: take(b), read, release()
+===================================  ==============================================
+B1  choose a half that is not used   T1  ask word := b
+B2  sequence word := 0               T2  full fence
+B3  full fence                       T3  a half shows b? R2-R4, otherwise look again
+B4  pinned, or its bucket asked for? T4  ask word := 0 (release)
+    then show it again               T5  read, unpin as in R5, R6
+B5  W4-W6
+===================================  ==============================================
+
+* Pins alone keep reads whole. Asks decide what is made and what stays.
+* T1-T3 against B2-B4 is Dekker's pattern again: the writer sees the ask and keeps the bucket, or
+  the reader sees it gone, and goes on asking. T4 follows the pin, so no moment lies between them.
+* Sessions are pins on the *publication word*: to open one is R1-R4, and `wait_idle` is W1-W3.
+* `offer` hides both halves and waits for their pins (W1-W3) before it shows a new publication.
+
+Why every `take` ends, however many readers are at however many buckets:
+
+1. A bucket that a reader waits for stays once it is made (B4), and the reader, which does nothing
+   but look for it, pins it.
+2. So a half is refused to a waited bucket by a pin, by a wait that turns into a pin, or by a bucket
+   asked for ahead, which gives way after `PATIENCE_S`. Asks ahead never drive out one another.
+3. A reader pins one bucket of a ring, and `take` refuses to wait for a second. Asking ahead under a
+   pin is no wait: it is served in the other half, or later. So whoever pins a bucket releases it,
+   unless it waits for another ring meanwhile.
+4. Readers of several rings take a bucket from them in the order of the trainer ranks. Then the pins
+   of the last ring are released whatever the others do, so those of the one before it are, and so on.
+
+A dead reader's words do not count: its byte is free. A reader that is stopped, but alive, counts.
 """
 
 from lora_refit.arena.layout import ArenaLayout
 from lora_refit.arena.reader import ArenaReader, Pinned
+from lora_refit.arena.ring_reader import RingReader, Taken
+from lora_refit.arena.ring_writer import RingWriter
 from lora_refit.arena.writer import ArenaWriter
 
-__all__ = ["ArenaLayout", "ArenaReader", "ArenaWriter", "Pinned"]
+__all__ = [
+    "ArenaLayout",
+    "ArenaReader",
+    "ArenaWriter",
+    "Pinned",
+    "RingReader",
+    "RingWriter",
+    "Taken",
+]

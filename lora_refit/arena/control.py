@@ -13,13 +13,13 @@ import numpy.typing as npt
 from lora_refit import _C
 from lora_refit.arena.layout import (
     CACHE_LINE_BYTES,
-    DIGESTS_OFFSET,
     HALF_HEADERS_OFFSET,
     HALVES,
     IDENTITY_OFFSET,
     LAYOUT_DIGEST_BYTES,
     READER_CAPACITY,
     READER_WORDS_OFFSET,
+    TABLES_OFFSET,
     TOKEN_BYTES,
     WORD_BYTES,
     ArenaLayout,
@@ -27,8 +27,8 @@ from lora_refit.arena.layout import (
 from lora_refit.errors import LayoutMismatch, TransportUnavailable
 
 MAGIC = int.from_bytes(b"LORAREFT", "little")
-FORMAT_VERSION = 1
-_IDENTITY = struct.Struct(f"<QQ{TOKEN_BYTES}s{LAYOUT_DIGEST_BYTES}sQQQ")
+FORMAT_VERSION = 2
+_IDENTITY = struct.Struct(f"<QQ{TOKEN_BYTES}s{LAYOUT_DIGEST_BYTES}sQQQQ")
 _VERSION = struct.Struct("<q")
 
 
@@ -48,13 +48,14 @@ class Identity:
     layout_digest: bytes
     entry_count: int
     half_bytes: int
+    note_words: int
     magic: int = MAGIC
     format_version: int = FORMAT_VERSION
     reader_capacity: int = READER_CAPACITY
 
     @classmethod
     def of(cls, layout: ArenaLayout, token: bytes, layout_digest: bytes) -> Identity:
-        return cls(token, layout_digest, layout.entry_count, layout.half_bytes)
+        return cls(token, layout_digest, layout.entry_count, layout.half_bytes, layout.note_words)
 
     def pack(self) -> bytes:
         return _IDENTITY.pack(
@@ -65,12 +66,13 @@ class Identity:
             self.entry_count,
             self.half_bytes,
             self.reader_capacity,
+            self.note_words,
         )
 
     @classmethod
     def unpack(cls, raw: bytes) -> Identity:
-        magic, format_version, token, digest, entries, half_bytes, capacity = _IDENTITY.unpack(raw)
-        return cls(token, digest, entries, half_bytes, magic, format_version, capacity)
+        magic, version, token, digest, entries, half_bytes, capacity, notes = _IDENTITY.unpack(raw)
+        return cls(token, digest, entries, half_bytes, notes, magic, version, capacity)
 
     def require(self, expected: Identity, arena: str) -> None:
         """Compare with what the handle says, so that later nothing read from the page is trusted.
@@ -99,7 +101,7 @@ class Identity:
                 f"{arena}: layout digest {self.layout_digest.hex()}, expected "
                 f"{expected.layout_digest.hex()}; attach again with the trainer's new spec"
             )
-        for name in ("entry_count", "half_bytes", "reader_capacity"):
+        for name in ("entry_count", "half_bytes", "reader_capacity", "note_words"):
             found, wanted = getattr(self, name), getattr(expected, name)
             if found != wanted:
                 raise LayoutMismatch(f"{arena}: {name} is {found}, the handle says {wanted}")
@@ -115,7 +117,7 @@ class ControlPage:
     def __init__(self, memory: mmap.mmap, layout: ArenaLayout) -> None:
         self._memory = memory
         self._base = address_of(memory)
-        self._table_bytes = layout.digest_table_bytes
+        self._table_bytes = layout.table_words * WORD_BYTES
 
     def write_identity(self, identity: Identity) -> None:
         self._memory[IDENTITY_OFFSET : IDENTITY_OFFSET + _IDENTITY.size] = identity.pack()
@@ -152,15 +154,15 @@ class ControlPage:
         (version,) = _VERSION.unpack_from(self._memory, _half_offset(half) + WORD_BYTES)
         return int(version)
 
-    def digests(self, half: int) -> npt.NDArray[np.uint64]:
-        """A copy, uint64 [entries]."""
-        start = self._digests_offset(half)
+    def table(self, half: int) -> npt.NDArray[np.uint64]:
+        """A copy of the digests and notes, uint64 [table words]."""
+        start = self._table_offset(half)
         return np.frombuffer(bytearray(self._memory[start : start + self._table_bytes]), np.uint64)
 
-    def write_contents(self, half: int, version: int, digests: npt.NDArray[np.uint64]) -> None:
+    def write_contents(self, half: int, version: int, table: npt.NDArray[np.uint64]) -> None:
         _VERSION.pack_into(self._memory, _half_offset(half) + WORD_BYTES, version)
-        start = self._digests_offset(half)
-        self._memory[start : start + self._table_bytes] = digests.tobytes()
+        start = self._table_offset(half)
+        self._memory[start : start + self._table_bytes] = table.tobytes()
 
     def newest(self) -> tuple[int, int]:
         """(sequence, version) of the newest published half, (0, -1) when nothing is published.
@@ -176,33 +178,38 @@ class ControlPage:
             if sequences == [self.sequence(half) for half in range(HALVES)]:
                 return (newest, version) if newest else (0, -1)
 
-    def _digests_offset(self, half: int) -> int:
-        return DIGESTS_OFFSET + half * self._table_bytes
+    def _table_offset(self, half: int) -> int:
+        return TABLES_OFFSET + half * self._table_bytes
 
     # Per reader
 
     def pin(self, reader: int) -> int:
         """The sequence that the reader pins, 0 if none; its earlier reads are over afterwards."""
-        return _C.load_acquire(self._base + _reader_offset(reader))
+        return _C.load_acquire(self._base + reader_offset(reader))
 
     def announce_pin(self, reader: int, sequence: int) -> None:
         """Pin `sequence` before the sequence word is looked at again (R2, R3 of the protocol)."""
-        _C.store_release(self._base + _reader_offset(reader), sequence)
+        _C.store_release(self._base + reader_offset(reader), sequence)
         _C.fence_seq_cst()
 
     def release_pin(self, reader: int) -> None:
         """Release the pin after all earlier reads."""
-        _C.store_release(self._base + _reader_offset(reader), 0)
+        _C.store_release(self._base + reader_offset(reader), 0)
 
     def clear_pin(self, reader: int, sequence: int) -> None:
         """Release a dead reader's pin, unless a new reader has the index and a pin of its own."""
-        _C.compare_exchange(self._base + _reader_offset(reader), sequence, 0)
+        _C.compare_exchange(self._base + reader_offset(reader), sequence, 0)
+
+    def vacate(self, reader: int) -> None:
+        """Release the pin after all earlier reads, then clear the rest of the reader's line."""
+        for offset in range(0, CACHE_LINE_BYTES, WORD_BYTES):
+            _C.store_release(self._base + reader_offset(reader) + offset, 0)
 
     def reader_pid(self, reader: int) -> int:
-        return _C.load_acquire(self._base + _reader_offset(reader) + WORD_BYTES)
+        return _C.load_acquire(self._base + reader_offset(reader) + WORD_BYTES)
 
     def set_reader_pid(self, reader: int, pid: int) -> None:
-        _C.store_release(self._base + _reader_offset(reader) + WORD_BYTES, pid)
+        _C.store_release(self._base + reader_offset(reader) + WORD_BYTES, pid)
 
 
 def address_of(memory: mmap.mmap) -> int:
@@ -216,7 +223,8 @@ def _half_offset(half: int) -> int:
     return HALF_HEADERS_OFFSET + half * CACHE_LINE_BYTES
 
 
-def _reader_offset(reader: int) -> int:
+def reader_offset(reader: int) -> int:
+    """Of the reader's cache line: pin, process id, and in a ring its session and what it asks for."""
     if not 0 <= reader < READER_CAPACITY:
         raise IndexError(f"reader index {reader} is not below {READER_CAPACITY}")
     return READER_WORDS_OFFSET + reader * CACHE_LINE_BYTES

@@ -23,7 +23,10 @@ HALF_HEADERS_OFFSET = 128
 READER_WORDS_OFFSET = 256
 CACHE_LINE_BYTES = 64
 """Each half's header and each reader's words fill a cache line of their own: no false sharing."""
-DIGESTS_OFFSET = READER_WORDS_OFFSET + READER_CAPACITY * CACHE_LINE_BYTES
+RING_OFFSET = READER_WORDS_OFFSET + READER_CAPACITY * CACHE_LINE_BYTES
+RING_BYTES = 1024
+"""Words and message of a bucket ring; nothing in an arena."""
+TABLES_OFFSET = RING_OFFSET + RING_BYTES
 
 
 def align(value: int, alignment: int) -> int:
@@ -36,12 +39,14 @@ class ArenaLayout:
 
     Args:
         entry_bytes: size of each entry (one packed tensor of the trainer rank), in arena order.
+        note_words: 64-bit words that each half has on the control page beside its digests.
 
     Raises:
-        LayoutMismatch: an entry size is not an integer of at least 0.
+        LayoutMismatch: a size or the number of words is not an integer of at least 0.
     """
 
     entry_bytes: tuple[int, ...]
+    note_words: int = 0
 
     def __post_init__(self) -> None:
         for index, size in enumerate(self.entry_bytes):
@@ -49,6 +54,8 @@ class ArenaLayout:
                 raise LayoutMismatch(
                     f"arena entry {index} has size {size!r}; give each entry its bytes, 0 or more"
                 )
+        if type(self.note_words) is not int or self.note_words < 0:
+            raise LayoutMismatch(f"an arena has {self.note_words!r} note words; give 0 or more")
 
     @property
     def entry_count(self) -> int:
@@ -67,12 +74,13 @@ class ArenaLayout:
         return max(PAGE_BYTES, align(used, PAGE_BYTES))
 
     @property
-    def digest_table_bytes(self) -> int:
-        return self.entry_count * WORD_BYTES
+    def table_words(self) -> int:
+        """64-bit words that are published with a half: a digest for each entry, then the notes."""
+        return self.entry_count + self.note_words
 
     @property
     def control_bytes(self) -> int:
-        return align(DIGESTS_OFFSET + HALVES * self.digest_table_bytes, PAGE_BYTES)
+        return align(TABLES_OFFSET + HALVES * self.table_words * WORD_BYTES, PAGE_BYTES)
 
     @property
     def total_bytes(self) -> int:

@@ -104,9 +104,9 @@ class MappedArena:
         with contextlib.ExitStack() as undo:
             self.locks = ByteLocks(memory_fd)
             undo.callback(self.locks.close)
-            self._control = mmap.mmap(memory_fd, layout.control_bytes)
+            self.control = mmap.mmap(memory_fd, layout.control_bytes)
             undo.pop_all()
-        self.page = ControlPage(self._control, layout)
+        self.page = ControlPage(self.control, layout)
         self._entry_addresses = _entry_addresses(region.address, layout)
 
     @property
@@ -125,12 +125,12 @@ class MappedArena:
 
     @property
     def closed(self) -> bool:
-        return self._control.closed
+        return self.control.closed
 
     def close(self) -> None:
         """Unmap, and unlock unless in a forked child; may be called again."""
         self._region.close()
-        self._control.close()
+        self.control.close()
         self.locks.close()
 
     def require_usable(self, arena: str) -> None:

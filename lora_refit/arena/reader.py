@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import weakref
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lora_refit.arena import device_region
-from lora_refit.arena.control import Identity
-from lora_refit.arena.layout import HALVES, READER_CAPACITY, ArenaLayout
-from lora_refit.arena.liveness import WRITER_BYTE
-from lora_refit.arena.memory import MappedArena, open_memory, transport_errors
-from lora_refit.arena.region import HostRegion, Region
+from lora_refit.arena.attachment import AttachedArena
+from lora_refit.arena.layout import HALVES, ArenaLayout
 from lora_refit.arena.waiting import attempts
 from lora_refit.devices import CPU
-from lora_refit.errors import LayoutMismatch, StaleArena, TransportUnavailable, WriterTimeout
-from lora_refit.messages import ArenaHandle, HostStorage
+from lora_refit.errors import StaleArena, WriterTimeout
+from lora_refit.messages import ArenaHandle
 
 
 @dataclass(frozen=True)
@@ -60,59 +53,18 @@ class ArenaReader:
         *,
         device: torch.device = CPU,
     ) -> None:
-        self._trainer = f"trainer rank {handle.rank} (pid {handle.pid})"
-        self._name = f"arena of {self._trainer}"
         self._timeout_s = timeout_s
         self._pinned = 0
         layout = ArenaLayout(handle.entry_bytes)
-        needed = layout.file_bytes(handle.storage)
-        if needed != handle.total_bytes:
-            raise LayoutMismatch(
-                f"{self._name}: the handle says {handle.total_bytes} bytes, its entries need "
-                f"{needed}; install the same lora_refit on both sides"
-            )
-        self._mapped = self._map(handle, layout, device)
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._mapped.close)
-            self._page = self._mapped.page
-            identity = Identity.of(layout, handle.token, layout_digest)
-            self._page.identity().require(identity, self._name)
-            self._index = self._take_index()
-            self._finalizer = weakref.finalize(self, _detach, self._mapped, self._index)
-            undo.pop_all()
+        self._arena = AttachedArena("arena", handle, layout, layout_digest, device)
+        self._trainer, self._name = self._arena.trainer, self._arena.name
+        self._mapped, self._index = self._arena.mapped, self._arena.index
+        self._page = self._mapped.page
 
     @property
     def transport(self) -> str:
         """How the bytes travel, for reports."""
         return self._mapped.transport
-
-    def _map(self, handle: ArenaHandle, layout: ArenaLayout, device: torch.device) -> MappedArena:
-        remedy = (
-            'the trainer must run as the same user in the same pid namespace; use exchange="bytes" '
-            "where it does not, and attach again where it was restarted"
-        )
-        with transport_errors(self._name, remedy), contextlib.ExitStack() as undo:
-            memory_fd = open_memory(handle)
-            try:
-                region = _open_region(handle, memory_fd, layout, device, self._name)
-                undo.callback(region.close)
-                mapped = MappedArena(memory_fd, layout, region)
-            finally:
-                os.close(memory_fd)
-            undo.pop_all()
-            return mapped
-
-    def _take_index(self) -> int:
-        for index in range(READER_CAPACITY):
-            if self._mapped.locks.try_lock(index):
-                self._page.release_pin(index)
-                self._page.set_reader_pid(index, os.getpid())
-                return index
-        pids = sorted({self._page.reader_pid(index) for index in range(READER_CAPACITY)})
-        raise TransportUnavailable(
-            f"{self._name}: all {READER_CAPACITY} reader places are taken, by processes {pids}; "
-            "close readers that are no longer used"
-        )
 
     def pin(self, sequence: int, version: int, timeout_s: float | None = None) -> Pinned:
         """Wait until `sequence` is published and keep its half from being overwritten.
@@ -132,7 +84,7 @@ class ArenaReader:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         for _ in attempts(timeout_s):
             # Looked at first: a trainer may publish and end between the two looks.
-            writer_alive = self._mapped.locks.is_locked(WRITER_BYTE)
+            writer_alive = self._arena.writer_is_alive()
             if self._try_pin(half, sequence):
                 return self._pinned_contents(half, sequence, version)
             if not writer_alive:
@@ -164,7 +116,7 @@ class ArenaReader:
 
     def close(self) -> None:
         """Release, detach and unmap; in a forked child only unmap. May be called again."""
-        self._finalizer()
+        self._arena.close()
 
     def _require_pinnable(self, sequence: int) -> None:
         if self._pinned:
@@ -204,26 +156,4 @@ class ArenaReader:
                 f"{self._name}: sequence {sequence} holds version {found}, the ticket says "
                 f"{version}; refit with the ticket of that publish"
             )
-        return Pinned(half, self._page.digests(half))
-
-
-def _detach(mapped: MappedArena, index: int) -> None:
-    if mapped.owned and not mapped.closed:
-        mapped.page.release_pin(index)
-        mapped.page.set_reader_pid(index, 0)
-    mapped.close()
-
-
-def _open_region(
-    handle: ArenaHandle, memory_fd: int, layout: ArenaLayout, device: torch.device, arena: str
-) -> Region:
-    if device.type != "cpu":
-        return device_region.open_on_device(
-            handle.storage, memory_fd, layout, device, handle.token, arena
-        )
-    if not isinstance(handle.storage, HostStorage):
-        raise TransportUnavailable(
-            f"{arena}: lies in the memory of {handle.storage.device}, but the engine's slots are "
-            'on the CPU; build the Publisher with memory="host"'
-        )
-    return HostRegion(memory_fd, layout, writable=False)
+        return Pinned(half, self._page.table(half))

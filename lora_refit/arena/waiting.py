@@ -9,8 +9,8 @@ _FIRST_NAP_S = 20e-6
 _LONGEST_NAP_S = 1e-3
 
 
-def attempts(timeout_s: float) -> Iterator[None]:
-    """Yield at once, then after naps of 20 us doubling to 1 ms, a last time when the time is up.
+def attempts(timeout_s: float, longest_nap_s: float = _LONGEST_NAP_S) -> Iterator[None]:
+    """Yield at once, then after naps that double from 20 us, a last time when the time is up.
 
     With a timeout of 0 there is one attempt.
     """
@@ -19,5 +19,5 @@ def attempts(timeout_s: float) -> Iterator[None]:
     yield
     while (left := deadline - time.monotonic()) > 0:
         time.sleep(min(nap, left))
-        nap = min(2 * nap, _LONGEST_NAP_S)
+        nap = min(2 * nap, longest_nap_s)
         yield

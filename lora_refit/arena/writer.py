@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import secrets
-import weakref
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lora_refit.arena import device_region
-from lora_refit.arena.control import Identity
-from lora_refit.arena.device_region import DeviceRegion
-from lora_refit.arena.layout import (
-    HALVES,
-    LAYOUT_DIGEST_BYTES,
-    READER_CAPACITY,
-    TOKEN_BYTES,
-    ArenaLayout,
-)
-from lora_refit.arena.liveness import WRITER_BYTE
-from lora_refit.arena.memory import MappedArena, create_memory, transport_errors
-from lora_refit.arena.region import HostRegion, Region
+from lora_refit.arena.creation import CreatedArena
+from lora_refit.arena.layout import HALVES, ArenaLayout
 from lora_refit.arena.waiting import attempts
 from lora_refit.devices import CPU
-from lora_refit.errors import LayoutMismatch, ReaderTimeout, StaleArena, TransportUnavailable
-from lora_refit.messages import ArenaHandle, HostStorage, IpcStorage, Storage
-
-MEMORY_KINDS = ("auto", "ipc", "vmm", "host")
-TAKE_BACK_TIMEOUT_S = 5.0
-
-_log = logging.getLogger(__name__)
+from lora_refit.errors import LayoutMismatch, ReaderTimeout, StaleArena
+from lora_refit.messages import ArenaHandle
 
 
 class ArenaWriter:
@@ -66,39 +44,14 @@ class ArenaWriter:
         device: torch.device = CPU,
         memory: str = "auto",
     ) -> None:
-        if len(layout_digest) != LAYOUT_DIGEST_BYTES:
-            raise LayoutMismatch(
-                f"trainer rank {rank}: a layout digest has {LAYOUT_DIGEST_BYTES} bytes, "
-                f"not {len(layout_digest)}"
-            )
         self._layout = layout
-        self._name = f"arena of trainer rank {rank}"
         self._timeout_s = timeout_s
         self._last_published = 0
         self._begun = 0
-        token = secrets.token_bytes(TOKEN_BYTES)
-        with (
-            transport_errors(self._name, "raise the limit that this process ran into"),
-            contextlib.ExitStack() as undo,
-        ):
-            memory_fd, region, storage = _create(layout, device, memory, token, self._name, undo)
-            self._mapped = MappedArena(memory_fd, layout, region)
-            undo.callback(self._mapped.close)
-            if isinstance(region, DeviceRegion) and isinstance(storage, IpcStorage):
-                undo.callback(_take_back, self._mapped, region, self._name)
-            self._page = self._mapped.page
-            self._page.write_identity(Identity.of(layout, token, layout_digest))
-            self._mapped.locks.try_lock(WRITER_BYTE)
-            self._finalizer = weakref.finalize(self, undo.pop_all().close)
-        self.handle = ArenaHandle(
-            rank=rank,
-            pid=os.getpid(),
-            fd=memory_fd,
-            token=token,
-            total_bytes=layout.file_bytes(storage),
-            entry_bytes=layout.entry_bytes,
-            storage=storage,
-        )
+        self._arena = CreatedArena("arena", layout, rank, layout_digest, device, memory)
+        self._mapped, self._name = self._arena.mapped, self._arena.name
+        self._page = self._mapped.page
+        self.handle = self._arena.handle
 
     def begin(self, sequence: int) -> int:
         """Take the half of `sequence` from readers and return it; its old content is gone then.
@@ -169,7 +122,7 @@ class ArenaWriter:
         outlive its owner, so for that kind a reader is waited for, some seconds at most; if it
         keeps its pin, the memory stays until this process ends.
         """
-        self._finalizer()
+        self._arena.close()
 
     def _require_next(self, sequence: int) -> None:
         if self._begun:
@@ -190,7 +143,7 @@ class ArenaWriter:
     def _wait_for_readers(self, half: int) -> None:
         holders: list[int] = []
         for _ in attempts(self._timeout_s):
-            holders = _live_holders(self._mapped, half)
+            holders = self._arena.live_holders(half)
             if not holders:
                 return
         raise ReaderTimeout(
@@ -202,71 +155,3 @@ class ArenaWriter:
     def _describe(self, reader: int) -> str:
         pid, pinned = self._page.reader_pid(reader), self._page.pin(reader)
         return f"reader {reader} (pid {pid}) keeps sequence {pinned}"
-
-
-def _live_holders(mapped: MappedArena, half: int) -> list[int]:
-    """Readers that keep this half; pins of dead readers are cleared on the way."""
-    holders = []
-    for reader in range(READER_CAPACITY):
-        pinned = mapped.page.pin(reader)
-        if not pinned or pinned % HALVES != half:
-            continue
-        if mapped.locks.is_locked(reader):
-            holders.append(reader)
-        else:
-            mapped.page.clear_pin(reader, pinned)
-    return holders
-
-
-def _take_back(mapped: MappedArena, region: DeviceRegion, arena: str) -> None:
-    """Before the memory behind an IPC handle is freed: CUDA does not say what a reader finds then."""
-    if mapped.closed or not mapped.owned:
-        return
-    for half in range(HALVES):
-        mapped.page.hide(half)
-    for _ in attempts(TAKE_BACK_TIMEOUT_S):
-        if not any(_live_holders(mapped, half) for half in range(HALVES)):
-            return
-    region.abandon()
-    _log.warning("%s: a reader keeps its pin, so the memory stays until this process ends", arena)
-
-
-def _create(
-    layout: ArenaLayout,
-    device: torch.device,
-    memory: str,
-    token: bytes,
-    arena: str,
-    undo: contextlib.ExitStack,
-) -> tuple[int, Region, Storage]:
-    """The shared memory file and the data halves; `undo` closes them."""
-    if memory not in MEMORY_KINDS:
-        raise TransportUnavailable(f"memory={memory!r}: use one of {', '.join(MEMORY_KINDS)}")
-    if device.type == "cpu" and memory in ("ipc", "vmm"):
-        raise TransportUnavailable(
-            f'{arena}: memory="{memory}" is GPU memory, but the adapter lies on the CPU; use "auto"'
-        )
-    shared = None
-    if device.type != "cpu" and memory != "host":
-        shared = device_region.create_on_device(layout, device, memory, token, arena)
-    if shared is not None:
-        region, storage = shared
-        undo.callback(region.close)
-        memory_fd = create_memory(layout.file_bytes(storage), arena)
-        undo.callback(os.close, memory_fd)
-        return memory_fd, region, storage
-    memory_fd = create_memory(layout.total_bytes, arena)
-    undo.callback(os.close, memory_fd)
-    region = _host_region(memory_fd, layout, device, arena)
-    undo.callback(region.close)
-    return memory_fd, region, HostStorage()
-
-
-def _host_region(memory_fd: int, layout: ArenaLayout, device: torch.device, arena: str) -> Region:
-    if device.type == "cpu":
-        return HostRegion(memory_fd, layout, writable=True)
-    device_region.require_gpu(device, arena)
-    try:
-        return device_region.pin_host(memory_fd, layout, device)
-    except RuntimeError as error:
-        raise TransportUnavailable(f"{arena}: {error}") from error

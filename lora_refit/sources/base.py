@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from lora_refit.errors import UnsupportedAdapter
 
 if TYPE_CHECKING:
+    from lora_refit.sources.full_model import FullModel
     from lora_refit.trace.export import ExportMap
 
 PEFT_PREFIX = "base_model.model."
@@ -34,6 +36,27 @@ def lora_scale(config: dict[str, Any]) -> float:
 def has_storage(tensor: torch.Tensor) -> bool:
     """False if a trainer has offloaded the tensor by freeing its storage; using it would crash."""
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
+@dataclass(frozen=True)
+class BaseWeight:
+    """The frozen weight under one adapter on this rank.
+
+    a, b: names of the adapter's lora_A and lora_B shards in `parameters()`.
+    weight: the live shard [rows, cols]; it is read and never written. None if there is none that
+        could be merged.
+    first_row: the row of `weight` that row 0 of this rank's b adapts: 0 where b is sharded as the
+        weight is, tensor-parallel rank * len(b) where the weight has all rows.
+    magnitude: DoRA's learned norm of each row of `weight`, [rows]; None for LoRA.
+    refused: why there is no weight; empty if there is one.
+    """
+
+    a: str
+    b: str
+    weight: torch.Tensor | None
+    first_row: int = 0
+    magnitude: torch.Tensor | None = None
+    refused: str = ""
 
 
 class Source(Protocol):
@@ -62,6 +85,16 @@ class Source(Protocol):
 
     def config(self) -> dict[str, Any]:
         """The PEFT config of what is adapted: peft_type, r, lora_alpha, target_modules, ..."""
+
+    def base_weights(self) -> Sequence[BaseWeight]:
+        """The base weights under this rank's adapters, as live tensors, in a fixed order.
+
+        Empty where the source does not know them: then merged mode is refused, and an engine's
+        base cannot be compared with the trainer's.
+        """
+
+    def full_model(self) -> FullModel:
+        """The whole model, for export. Raises UnsupportedAdapter where the source cannot export it."""
 
     def prove(self, export_map: ExportMap, rank: int) -> None:
         """Check that the trainer's own forward agrees with the exported factors.

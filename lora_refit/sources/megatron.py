@@ -11,12 +11,15 @@ import torch
 from lora_refit.collectives import world
 from lora_refit.devices import common_device, finish_current_work
 from lora_refit.errors import LayoutMismatch, UnsupportedAdapter
-from lora_refit.sources.base import PEFT_PREFIX
+from lora_refit.sources.base import PEFT_PREFIX, BaseWeight
 from lora_refit.sources.forward_proof import AdapterModule, prove_forward
-from lora_refit.sources.name_proof import AdaptedModule, Checkpoint, prove_names
+from lora_refit.sources.full_model import BridgeModel, FullModel
+from lora_refit.sources.name_proof import Checkpoint, prove_names
 from lora_refit.trace.export import ExportMap
 
 _ADAPTER_MARK = ".adapter."
+_MAGNITUDE = "weight_magnitude"
+"""DoRA's parameter; it belongs to the merged weight, no lora_A or lora_B holds it."""
 
 Exporter = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -30,8 +33,8 @@ class MegatronSource:
     export: a callable that yields PEFT-named factors on every rank, instead of the bridge's.
     config: the PEFT config that `export` follows; needed without a bridge.
 
-    Raises UnsupportedAdapter for what an adapter cannot carry: DoRA, trainable parameters outside
-    the adapter, modules of different rank or alpha. `parameters` raises LayoutMismatch once a
+    Raises UnsupportedAdapter for what an adapter cannot carry: trainable parameters outside the
+    adapter, modules of different rank or alpha. `parameters` raises LayoutMismatch once a
     module's rank or alpha has changed: engines were told at attach.
     """
 
@@ -54,9 +57,14 @@ class MegatronSource:
         self._export = export
         self._config = config
         self._names: dict[str, None] = {}
-        _refuse_dora(self._chunks)
         _refuse_other_trainables(self._chunks)
         self._owners = _adapter_owners(self._chunks)
+        self._wrappers = [
+            (f"{index}.{name}", wrapper, _ties_output(chunk))
+            for index, chunk in enumerate(self._chunks)
+            for name, wrapper in chunk.named_modules()
+            if hasattr(wrapper, "to_wrap") and getattr(wrapper, "adapter", None) is not None
+        ]
         self._adapters = [
             (f"{index}.{name}", module, (module.dim, module.alpha))
             for index, chunk in enumerate(self._chunks)
@@ -118,7 +126,7 @@ class MegatronSource:
             "lora_dropout": 0.0,
             "bias": "none",
             "use_rslora": False,
-            "use_dora": False,
+            "use_dora": any(item.magnitude is not None for item in self.base_weights()),
             "rank_pattern": {},
             "alpha_pattern": {},
             "target_modules": targets,
@@ -132,20 +140,19 @@ class MegatronSource:
         prove_forward(adapters, self.export(), self.parameters(), export_map, self.config(), rank)
         checkpoint = _checkpoint_of(self._bridge)
         if checkpoint is not None:
-            prove_names(list(self._adapted_modules()), checkpoint, export_map, rank)
+            prove_names(self.base_weights(), checkpoint, export_map, rank)
 
-    def _adapted_modules(self) -> Iterator[AdaptedModule]:
-        """Modules with one adapter for their whole weight; split projections have several."""
-        for index, chunk in enumerate(self._chunks):
-            for name, wrapper in chunk.named_modules():
-                adapter = getattr(wrapper, "adapter", None)
-                weight = getattr(getattr(wrapper, "to_wrap", None), "weight", None)
-                if weight is None or adapter is None or not _is_parallel_adapter(adapter):
-                    continue
-                rows = int(adapter.linear_out.weight.shape[0])
-                sharded = weight.shape[0] == rows
-                first_row = 0 if sharded else world(adapter.tp_group)[0] * rows
-                yield AdaptedModule(f"{index}.{name}.adapter", weight, first_row)
+    def base_weights(self) -> list[BaseWeight]:
+        """The base weight of every adapted module, looked up anew: trainers move them."""
+        return [base for item in self._wrappers for base in _base_weights_of(*item)]
+
+    def full_model(self) -> FullModel:
+        """As the bridge exports it. Raises UnsupportedAdapter without a bridge."""
+        if self._bridge is None:
+            raise UnsupportedAdapter(
+                "exporting the whole model needs the Megatron-Bridge AutoBridge; pass bridge="
+            )
+        return BridgeModel(self._bridge, self._chunks)
 
     def _rank_and_alpha(self) -> tuple[int, float]:
         found: dict[tuple[int, float], str] = {}
@@ -168,6 +175,59 @@ def _is_parallel_adapter(module: torch.nn.Module) -> bool:
     return all(hasattr(module, name) for name in needed)
 
 
+def _base_weights_of(name: str, wrapper: Any, ties_output: bool) -> Iterator[BaseWeight]:
+    """The base weights under one wrapper's adapters."""
+    adapter = wrapper.adapter
+    if not _is_parallel_adapter(adapter):
+        for key, part in adapter.named_modules():
+            if _is_parallel_adapter(part):
+                yield _without_weight(
+                    f"{name}.adapter.{key}",
+                    "it adapts a part of a fused weight; adapt linear_qkv and linear_fc1 as a whole",
+                )
+        return
+    weight = getattr(wrapper.to_wrap, "weight", None)
+    if ties_output and name.endswith("output_layer"):
+        reason = "the output layer is tied to the embedding, which must not change with it"
+        yield _without_weight(f"{name}.adapter", reason)
+    elif weight is None:
+        yield _without_weight(f"{name}.adapter", "its module holds no single weight of its own")
+    elif (
+        hasattr(adapter, _MAGNITUDE)
+        and adapter.input_is_parallel
+        and world(adapter.tp_group)[1] > 1
+    ):
+        # What Bridge trains then is no DoRA: each rank divides by the norm of its own columns.
+        reason = (
+            "Megatron-Bridge takes DoRA's norm over a rank's own columns only, so at tensor parallel "
+            "sizes above 1 its forward is another than that of any merged weight"
+        )
+        yield _without_weight(f"{name}.adapter", reason)
+    else:
+        rows = int(adapter.linear_out.weight.shape[0])
+        sharded = weight.shape[0] == rows
+        yield BaseWeight(
+            a=f"{name}.adapter.linear_in.weight",
+            b=f"{name}.adapter.linear_out.weight",
+            weight=weight,
+            first_row=0 if sharded else world(adapter.tp_group)[0] * rows,
+            magnitude=getattr(adapter, _MAGNITUDE, None),
+        )
+
+
+def _without_weight(adapter: str, reason: str) -> BaseWeight:
+    return BaseWeight(
+        f"{adapter}.linear_in.weight", f"{adapter}.linear_out.weight", None, refused=reason
+    )
+
+
+def _ties_output(chunk: Any) -> bool:
+    """Looks through the wrappers of mixed precision and data parallelism."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return bool(getattr(chunk, "share_embeddings_and_output_weights", False))
+
+
 def _checkpoint_of(bridge: Any) -> Checkpoint | None:
     """The checkpoint that the bridge loaded the base from; None if it had only a config."""
     state = getattr(getattr(bridge, "hf_pretrained", None), "state", None)
@@ -179,7 +239,7 @@ def _checkpoint_of(bridge: Any) -> Checkpoint | None:
 def _adapter_owners(
     chunks: Sequence[torch.nn.Module],
 ) -> list[tuple[str, dict[str, torch.nn.Parameter], str]]:
-    """(name, the module's own parameter dictionary, key) of every adapter parameter.
+    """(name, the module's own parameter dictionary, key) of every lora_A and lora_B parameter.
 
     Looking parameters up where their module keeps them follows a trainer that replaces them, and
     costs no walk over the model at each publish.
@@ -189,18 +249,8 @@ def _adapter_owners(
         for index, chunk in enumerate(chunks)
         for prefix, module in chunk.named_modules()
         for key, parameter in module._parameters.items()
-        if parameter is not None and _ADAPTER_MARK in f"{prefix}.{key}"
+        if parameter is not None and _ADAPTER_MARK in f"{prefix}.{key}" and key != _MAGNITUDE
     ]
-
-
-def _refuse_dora(chunks: Sequence[torch.nn.Module]) -> None:
-    for chunk in chunks:
-        for name, _ in chunk.named_parameters():
-            if "magnitude" in name:
-                raise UnsupportedAdapter(
-                    f"{name}: DoRA rescales the merged weight by a learned magnitude, which a "
-                    "LoRA slot cannot hold; train with LoRA"
-                )
 
 
 def _refuse_other_trainables(chunks: Sequence[torch.nn.Module]) -> None:

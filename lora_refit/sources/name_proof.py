@@ -9,7 +9,6 @@ what the trainer's module holds where the export map points.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from lora_refit.errors import UnsupportedAdapter
-from lora_refit.sources.base import PEFT_PREFIX
+from lora_refit.sources.base import PEFT_PREFIX, BaseWeight
 from lora_refit.trace.axis import IntArray
 from lora_refit.trace.export import ExportMap
 from lora_refit.trace.movement import Cell, TensorMap
@@ -29,7 +28,7 @@ _ALIKE = 0.95
 vectors of other rows, columns or layers are far from it."""
 
 
-class BaseWeights(Protocol):
+class StoredWeights(Protocol):
     """The checkpoint that the engine serves."""
 
     def __contains__(self, name: str) -> bool: ...
@@ -56,21 +55,8 @@ class Checkpoint:
             return torch.cat([weight[row : row + 1] for row in rows])
 
 
-@dataclass(frozen=True)
-class AdaptedModule:
-    """A module and its adapter on this rank.
-
-    name: of the adapter in the export map. weight: the base weight [out, in] held here.
-    first_row: the row of `weight` that row 0 of this rank's `linear_out` adapts.
-    """
-
-    name: str
-    weight: torch.Tensor
-    first_row: int
-
-
 def prove_names(
-    modules: Sequence[AdaptedModule], base: BaseWeights, export_map: ExportMap, rank: int
+    held: Sequence[BaseWeight], base: StoredWeights, export_map: ExportMap, rank: int
 ) -> None:
     """Compare sampled rows of every adapted module, over the columns that its lora_A names.
 
@@ -88,9 +74,10 @@ def prove_names(
     for factor in export_map.factors:
         for parameter in {cell.tensor for cell in factor.cells}:
             readers.setdefault(parameter, []).append(factor)
-    for module in modules:
-        own_in = owners[f"{module.name}.linear_in.weight"]
-        own_out = owners[f"{module.name}.linear_out.weight"]
+    for module in held:
+        if module.weight is None:
+            continue
+        own_in, own_out = owners[module.a], owners[module.b]
         for lora_b in readers.get(own_out, []):
             target = lora_b.name.removesuffix(_B)
             weight_name = target.removeprefix(PEFT_PREFIX) + ".weight"
@@ -98,7 +85,7 @@ def prove_names(
                 columns = _columns(factors[target + _A], own_in)
                 for cell in lora_b.cells:
                     if cell.tensor == own_out:
-                        _compare(module, weight_name, base, cell, columns, rank)
+                        _compare(module, module.weight, weight_name, base, cell, columns, rank)
 
 
 def _columns(lora_a: TensorMap, parameter: int) -> tuple[IntArray, IntArray]:
@@ -110,9 +97,10 @@ def _columns(lora_a: TensorMap, parameter: int) -> tuple[IntArray, IntArray]:
 
 
 def _compare(
-    module: AdaptedModule,
+    module: BaseWeight,
+    weight: torch.Tensor,
     weight_name: str,
-    base: BaseWeights,
+    base: StoredWeights,
     cell: Cell,
     columns: tuple[IntArray, IntArray],
     rank: int,
@@ -121,12 +109,12 @@ def _compare(
     stored_rows = (cell.row + chosen).tolist()
     held_rows = torch.from_numpy(module.first_row + cell.source_rows[chosen])
     stored = base.rows(weight_name, stored_rows)[:, torch.from_numpy(columns[0])]
-    held = module.weight[held_rows][:, torch.from_numpy(columns[1])]
+    held = weight[held_rows][:, torch.from_numpy(columns[1])]
     alike = torch.cosine_similarity(stored.double(), held.detach().cpu().double(), dim=-1)
     worst = int(alike.argmin())
     if not float(alike[worst]) >= _ALIKE:
         raise UnsupportedAdapter(
-            f"rank {rank}, {module.name}: exported as {weight_name.removesuffix('.weight')}, but "
+            f"rank {rank}, {module.b}: exported as {weight_name.removesuffix('.weight')}, but "
             f"row {stored_rows[worst]} of that weight in the checkpoint is not row "
             f"{int(held_rows[worst])} of the trainer's module (cosine {float(alike[worst]):.3f}); "
             "the exporter gives factors the names or the order of other modules, or the trainer's "

@@ -67,6 +67,7 @@ def cpu_llm(
     *,
     tensor_parallel: int = 1,
     dtype: str = "float32",
+    enable_lora: bool = True,
     max_lora_rank: int = 16,
     max_loras: int = 2,
     in_process: bool = False,
@@ -75,7 +76,7 @@ def cpu_llm(
     worker_extension_cls: str = "lora_refit.vllm.WorkerExtension",
     **settings: Any,
 ) -> LLM:
-    """Start vLLM with LoRA on CPU and return its `LLM`; end it with `shutdown`.
+    """Start vLLM on CPU and return its `LLM`; end it with `shutdown`.
 
     The engine runs in processes of its own, at tensor parallel 1 too, so it shares no process group
     or patched torch function with the caller. Scripts need the `__main__` guard of
@@ -85,6 +86,8 @@ def cpu_llm(
         model: a local checkpoint directory.
         tensor_parallel: number of worker processes; may exceed the number of cores.
         dtype: "float32" for exact checks; "bfloat16" is several times slower on most CPUs.
+        enable_lora: False for an engine whose own weights are refitted; the LoRA sizes then do not
+            count, and merged weights are accepted (weight_transfer_config).
         in_process: run tensor parallel 1 inside the caller, to debug worker code.
         threads: OpenMP threads of each worker.
         load_format: "auto", or "dummy" for random weights of a directory without any.
@@ -101,17 +104,20 @@ def cpu_llm(
 
     from vllm import LLM
 
+    from lora_refit.engines.vllm import plugin
+
+    plugin.register()  # as vLLM does by the entry point, where the package is installed
     _inspect_here(Path(model))
+    mode: dict[str, Any] = {"weight_transfer_config": {"backend": plugin.BACKEND}}
+    if enable_lora:
+        mode = {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": max_loras}
     return LLM(
         model=str(model),
         dtype=dtype,
         tensor_parallel_size=tensor_parallel,
-        enable_lora=True,
-        max_lora_rank=max_lora_rank,
-        max_loras=max_loras,
         load_format=load_format,
         worker_extension_cls=worker_extension_cls,
-        **(_SMALL_ENGINE | settings),
+        **(_SMALL_ENGINE | mode | settings),
     )
 
 

@@ -21,6 +21,8 @@ _SPLIT_TARGETS = {
     "linear_fc1_gate",
     "linear_fc1_up",
 }
+_MAGNITUDE = ".weight_magnitude"
+_GATE_AND_UP = ("linear_fc1.adapter.linear_out.weight", f"linear_fc1.adapter{_MAGNITUDE}")
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class PolicyConfig:
 
     `targets` are Megatron module names; names of the split projections (`linear_q`,
     `linear_fc1_gate`, ...) select Bridge's CanonicalLoRA. At tensor parallel size N, `lora_rank`
-    must divide by N: Megatron shards the rank dimension of column-parallel adapters.
+    must divide by N: Megatron shards the rank dimension of column-parallel adapters. `dora` selects
+    Bridge's DoRA, which has no split projections.
     """
 
     model: str | Path
@@ -42,6 +45,7 @@ class PolicyConfig:
     lora_alpha: int = 16
     targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     load_weights: bool = True
+    dora: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,8 @@ def adapter_parameters(chunks: Sequence[Any]) -> list[tuple[str, torch.nn.Parame
 
 @torch.no_grad()
 def randomize_adapters(chunks: Sequence[Any], seed: int, std: float = 0.05) -> None:
-    """Fill every adapter parameter with normal values of standard deviation `std`.
+    """Fill every adapter parameter with normal values of standard deviation `std`, around 0, and
+    DoRA's magnitudes around 1.
 
     The values belong to the logical adapter: the same seed gives the same policy at every tensor,
     pipeline and expert parallel size (but not for another split of the projections).
@@ -103,7 +108,9 @@ def randomize_adapters(chunks: Sequence[Any], seed: int, std: float = 0.05) -> N
             if parameter.requires_grad:
                 logical = _logical_name(name, layers)
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {logical}".encode()))
-                parameter.copy_(_random_shard(logical, parameter, chunk, generator) * std)
+                dim = _partition_dim(name, parameter, chunk)
+                value = _random_shard(logical, parameter, dim, generator) * std
+                parameter.copy_(1 + value if name.endswith(_MAGNITUDE) else value)
 
 
 def _initialize_parallel_state(config: PolicyConfig) -> None:
@@ -168,9 +175,11 @@ def _configure_provider(bridge: Any, config: PolicyConfig, dtype: torch.dtype) -
 
 def _lora_recipe(config: PolicyConfig) -> Any:
     from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+    from megatron.bridge.peft.dora import DoRA
     from megatron.bridge.peft.lora import LoRA
 
     recipe = CanonicalLoRA if _SPLIT_TARGETS.intersection(config.targets) else LoRA
+    recipe = DoRA if config.dora else recipe
     return recipe(
         target_modules=list(config.targets),
         dim=config.lora_rank,
@@ -203,23 +212,33 @@ def _logical_name(name: str, layers: dict[str, str]) -> str:
 
 
 def _random_shard(
-    name: str, parameter: torch.nn.Parameter, chunk: Any, generator: torch.Generator
+    logical: str, parameter: torch.nn.Parameter, dim: int | None, generator: torch.Generator
 ) -> torch.Tensor:
-    """This rank's shard of a standard normal tensor that all tensor-parallel ranks agree on."""
+    """This rank's shard along `dim` of a standard normal tensor that all tensor-parallel ranks agree
+    on; all of it if `dim` is None."""
     from megatron.core import parallel_state
 
-    if ".experts." in name:
+    if ".experts." in logical:
         ranks = parallel_state.get_expert_tensor_parallel_world_size()
         rank = parallel_state.get_expert_tensor_parallel_rank()
     else:
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         rank = parallel_state.get_tensor_model_parallel_rank()
-    if not getattr(parameter, "tensor_model_parallel", False):
+    if dim is None:
         return torch.randn(parameter.shape, generator=generator)
-    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
     shape = list(parameter.shape)
     shape[dim] *= ranks
-    logical = torch.randn(shape, generator=generator)
-    parts = 2 if name.endswith("linear_fc1.adapter.linear_out.weight") else 1
-    shards = [part.chunk(ranks, dim)[rank] for part in logical.chunk(parts, dim)]
+    full = torch.randn(shape, generator=generator)
+    parts = 2 if logical.endswith(_GATE_AND_UP) else 1
+    shards = [part.chunk(ranks, dim)[rank] for part in full.chunk(parts, dim)]
     return torch.cat(shards, dim)
+
+
+def _partition_dim(name: str, parameter: torch.nn.Parameter, chunk: Any) -> int | None:
+    """The tensor-parallel dimension. Bridge does not mark that of DoRA's magnitudes, which have
+    the rows of their weight."""
+    if name.endswith(_MAGNITUDE):
+        adapter = chunk.get_submodule(name.removesuffix(_MAGNITUDE))
+        return None if adapter.input_is_parallel else 0
+    dim: int | None = getattr(parameter, "partition_dim", None)
+    return dim if getattr(parameter, "tensor_model_parallel", False) else None

@@ -11,7 +11,8 @@ import msgspec
 import psutil
 import torch
 
-from lora_refit.engines.vllm.worker import WorkerExtension, WorkerRefit, state_of
+from lora_refit.engines.vllm.extension import WorkerExtension, state_of
+from lora_refit.engines.vllm.worker import WorkerRefit
 from lora_refit.testing.collective_counter import CollectiveCounter
 
 ALL_WORKERS = -1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,14 +15,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from typing_extensions import Self
+from children import LONG_S, Child
 
 from lora_refit.arena import ArenaLayout, ArenaReader, ArenaWriter, liveness
 from lora_refit.errors import ReaderTimeout, TransportUnavailable, WriterTimeout
@@ -31,47 +28,11 @@ from lora_refit.messages import ArenaHandle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
-FORK = multiprocessing.get_context("fork")
 LAYOUT = ArenaLayout((1 << 16,))
 SPEC = bytes(32)
 RANK = 5
 DIGESTS = np.zeros(1, np.uint64)
-SHORT_S, LONG_S = 0.05, 30.0
-
-
-class Child:
-    """A forked process that runs `target(connection, *args)`, ended when the block ends."""
-
-    def __init__(self, target: Callable[..., None], *args: Any) -> None:
-        self.connection, other = FORK.Pipe()
-
-        def run() -> None:
-            self.connection.close()
-            target(other, *args)
-
-        self.process: BaseProcess = FORK.Process(target=run)
-        self.process.start()
-        other.close()
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def receive(self) -> Any:
-        assert self.connection.poll(LONG_S), "the child says nothing"
-        return self.connection.recv()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self.connection.close()
+SHORT_S = 0.05
 
 
 def words(arena: ArenaWriter | ArenaReader, half: int) -> np.ndarray:

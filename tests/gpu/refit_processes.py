@@ -18,7 +18,7 @@ import torch.distributed as dist
 from helpers import DictSource, Tensors, pair, run_ranks
 
 from lora_refit import Publisher, Spec, Ticket
-from lora_refit.engines.arena_set import ArenaSet
+from lora_refit.arena_set import ArenaSet
 from lora_refit.packed import packed_plan
 
 DEVICE = torch.device("cuda", 0)

@@ -26,6 +26,7 @@ def live(request: pytest.FixtureRequest, tiny: Callable[..., Any]) -> Iterator[L
         model,
         tensor_parallel=case.tensor_parallel,
         dtype=case.dtype,
+        enable_lora=case.enable_lora,
         max_lora_rank=case.max_lora_rank,
         max_loras=case.max_loras,
         worker_extension_cls=case.worker,
@@ -94,6 +95,38 @@ def attach(
             engine = RefitEngine(live.llm, timeout_s=timeout_s)
             engines.append(engine)
         return Refitted(live, ranks, engine, engine.attach(spec))
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def attach_merged(
+    live: LiveEngine, policy: Callable[[PolicyConfig], TrainerRanks]
+) -> Iterator[Callable[..., Refitted]]:
+    """`attach_merged(2, bucket_bytes=1 << 20)` attaches the engine to a publisher in merged mode on
+    two trainer ranks; `policy_settings` are those of the policy."""
+    from lora_refit.vllm import RefitEngine
+
+    engines: list[Any] = []
+
+    def make(
+        trainer_tp: int,
+        dtype: str = "",
+        policy_settings: dict[str, Any] | None = None,
+        ranks: TrainerRanks | None = None,
+        **settings: Any,
+    ) -> Refitted:
+        config = policy_config(live.model, trainer_tp, **(policy_settings or {}))
+        if ranks is None:
+            ranks = policy(config)
+        else:
+            ranks.call(trainer.build, config)
+        answers = ranks.call(trainer.offer_merged, dtype or live.case.dtype, settings)
+        engine = RefitEngine(live.llm, timeout_s=20.0)
+        engines.append(engine)
+        return Refitted(live, ranks, engine, engine.attach(Spec.from_bytes(answers[0])))
 
     yield make
     for engine in engines:

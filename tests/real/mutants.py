@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lora_refit.engines.vllm.worker import Attached, state_of
+from lora_refit.engines.vllm.extension import state_of
+from lora_refit.engines.vllm.worker import Attached
 from lora_refit.plan import Plan
 from lora_refit.testing.worker import InspectableWorkerExtension
 

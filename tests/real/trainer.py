@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,68 @@ def offer(
         memory=memory,
     )
     return state["publisher"].spec.to_bytes()
+
+
+def offer_merged(state: dict[str, Any], dtype: str, settings: dict[str, Any]) -> bytes:
+    """As `offer`, in merged mode."""
+    close(state)
+    state["publisher"] = lora_refit.Publisher(
+        state["source"],
+        getattr(torch, dtype),
+        mode="merged",
+        **({"timeout_s": 20.0} | settings),
+    )
+    return state["publisher"].spec.to_bytes()
+
+
+def export_base(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Every weight of the base by its checkpoint name, as Megatron-Bridge exports it. Collective."""
+    policy = state["policy"]
+    exported = policy.bridge.export_hf_weights(
+        policy.chunks, cpu=True, show_progress=False, merge_adapter_weights=False
+    )
+    return {name.replace(".base_layer", ""): tensor.clone() for name, tensor in exported}
+
+
+def magnitudes(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """DoRA's magnitudes [out] by checkpoint name, put in order as the bridge orders a weight's rows:
+    through a base whose every row holds its magnitude. Collective."""
+    held = state["source"].base_weights()
+    saved = [base.weight.detach().clone() for base in held]
+    with torch.no_grad():
+        for base in held:
+            base.weight.copy_(base.magnitude[:, None].expand_as(base.weight))
+    try:
+        adapted = {n.rsplit(".lora_", 1)[0] for n in export(state)}
+        return {
+            name: tensor[:, 0].clone()
+            for name, tensor in export_base(state).items()
+            if "base_model.model." + name.removesuffix(".weight") in adapted
+        }
+    finally:
+        with torch.no_grad():
+            for base, before in zip(held, saved, strict=True):
+                base.weight.copy_(before)
+
+
+def base_digest(state: dict[str, Any]) -> str:
+    """Of every bit of this rank's frozen weights."""
+    found = hashlib.blake2b()
+    for chunk in state["policy"].chunks:
+        for name, tensor in chunk.named_parameters():
+            if not tensor.requires_grad:
+                found.update(
+                    name.encode() + tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+                )
+    return found.hexdigest()
+
+
+def publish_often(state: dict[str, Any], first: int, count: int) -> None:
+    """Publish many versions in a row, the adapter moving a little each time."""
+    for version in range(first, first + count):
+        for _, tensor in state["source"].parameters():
+            tensor.detach().mul_(-1.0001)
+        state["publisher"].publish(version)
 
 
 def randomize(state: dict[str, Any], seed: int) -> None:

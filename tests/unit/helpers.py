@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lora_refit.errors import UnsupportedAdapter
 from lora_refit.plan import Plan
 from lora_refit.trace import tags
 from lora_refit.trace.movement import TagReader, TensorMap
@@ -59,6 +60,12 @@ class DictSource:
 
     def settle(self) -> None:
         """Nothing else writes the parameters."""
+
+    def base_weights(self) -> list[Any]:
+        return []
+
+    def full_model(self) -> Any:
+        raise UnsupportedAdapter("a dictionary has no whole model")
 
     def prove(self, export_map: object, rank: int) -> None:
         self.ranks_proved.append(rank)

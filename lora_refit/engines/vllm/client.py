@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from vllm.lora.request import LoRARequest
 
 from lora_refit.engines.vllm import bounded, rpc
+from lora_refit.engines.vllm.merge_protocol import MergeProtocol
 from lora_refit.engines.vllm.protocol import Protocol
-from lora_refit.errors import CommitFailed, RefitError
+from lora_refit.engines.vllm.steps import Step, Steps
+from lora_refit.errors import CommitFailed, LayoutMismatch, RefitError
 from lora_refit.report import AttachReport, Attestation, RefitReport
 from lora_refit.spec import Spec, Ticket
 
@@ -23,46 +25,77 @@ _call_ids = itertools.count(1)
 
 
 class RefitEngine:
-    """Refits one adapter of a vLLM engine.
+    """Refits one policy of a vLLM engine.
 
-    llm: a vllm.LLM started with enable_lora=True and
-        worker_extension_cls="lora_refit.vllm.WorkerExtension". With max_loras=2 or more a refit
-        writes the idle one of two slots and then flips to it, so a failed refit cannot harm the
-        live version.
+    llm: a vllm.LLM started with worker_extension_cls="lora_refit.vllm.WorkerExtension". For adapter
+        mode with enable_lora=True; with max_loras=2 or more a refit writes the idle one of two slots
+        and then flips to it, so a failed refit cannot harm the live version. For merged mode with
+        weight_transfer_config={"backend": "lora_refit"}, and without LoRA.
     adapter: a name; several adapters of different names can be refitted into one engine, each with
         slots of its own. A name belongs to one RefitEngine until that is closed.
     timeout_s: how long workers wait for a trainer rank to publish.
+    fidelity_threshold: merged mode: share of the update that rounding may lose before a refit warns.
 
     Every method raises a RefitError that names worker, module or rank. Afterwards the version that
     was live before is still live, unless the error says otherwise.
     """
 
-    def __init__(self, llm: Any, adapter: str = "policy", timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        adapter: str = "policy",
+        timeout_s: float = 60.0,
+        *,
+        fidelity_threshold: float = 0.25,
+    ) -> None:
         self._llm = llm
-        self._protocol = Protocol(adapter, timeout_s)
+        self._protocol: Protocol | MergeProtocol = Protocol(adapter, timeout_s)
+        self._merging = MergeProtocol(adapter, timeout_s, fidelity_threshold)
+        self._attached = False
         self._owner = secrets.token_hex(8)
 
     def attach(self, spec: Spec) -> AttachReport:
-        """Trace the engine, prove that the adapter reaches it whole, and take its slots.
+        """Trace the engine, prove that the adapter reaches it whole, and take its slots; in merged
+        mode find the layers that the merged weights fill. Compares the engine's base weights with
+        the trainer's.
 
         Once, or again after the trainer was restarted or its adapter changed: a version that is
         live stays live. Raises CoverageError for factors that the engine has no place for,
         LayoutMismatch, UnsupportedAdapter, NotMovement or TransportUnavailable, and CommitFailed
         while requests of a version before the live one are unfinished.
         """
-        return self._run(self._protocol.attach(spec, self._running_ids()))
+        if self._attached and spec.layout.mode != self._protocol.mode:
+            raise LayoutMismatch(
+                f"this RefitEngine is attached in {self._protocol.mode} mode and the spec is of "
+                f"{spec.layout.mode} mode; close it first"
+            )
+        if spec.layout.mode == self._merging.mode:
+            self._protocol = self._merging
+        if isinstance(self._protocol, MergeProtocol):
+            report = self._run(self._protocol.attach(spec))
+        else:
+            report = self._run(self._protocol.attach(spec, self._running_ids()))
+        self._attached = True
+        return report
 
     def refit(self, ticket: Ticket) -> RefitReport:
         """Put a published version live on all workers, or on none.
 
         Raises WriterTimeout if a trainer rank has not published it, StaleArena if its bytes are
         not those published or the ticket is another publisher's, CommitFailed if a worker could
-        not write them or unfinished requests use the slot to be written.
+        not write them or unfinished requests use what is to be written. In merged mode an error
+        after loading has begun leaves a mixture: then nothing is live until a refit succeeds.
         """
+        if isinstance(self._protocol, MergeProtocol):
+            running = self._llm.llm_engine.get_num_unfinished_requests()
+            return self._run(self._protocol.refit(ticket, running))
         return self._run(self._protocol.refit(ticket, self._running_ids()))
 
-    def lora_request(self) -> LoRARequest:
+    def lora_request(self) -> LoRARequest | None:
         """The request object of the live version, for `llm.generate(..., lora_request=...)`.
+
+        In merged mode it is None, which serves the engine's own weights. Ask for it all the same:
+        it raises NotCommitted while those are no committed version.
 
         Its name and path carry version and digest, so prefix-cache entries of other versions
         cannot match. Its id is this version's own: ask for the object anew after every refit. With
@@ -70,16 +103,20 @@ class RefitEngine:
         looks for its path, finds no such adapter and fails. Raises NotCommitted while nothing is
         live.
         """
+        if isinstance(self._protocol, MergeProtocol):
+            self._protocol.require_live()
+            return None
         name, lora_id, path = self._protocol.identity()
         return LoRARequest(lora_name=name, lora_int_id=lora_id, lora_path=path)
 
     def attest(self) -> Attestation:
-        """Recompute the digests of the live slots on every worker."""
+        """Recompute on every worker the digests of the live slots, or of the merged layers."""
         return self._run(self._protocol.attest())
 
     def close(self) -> None:
         """Give slots and arenas back. Idempotent."""
         self._run(self._protocol.close())
+        self._attached = False
 
     def _running_ids(self) -> frozenset[int]:
         """LoRA ids of the engine's unfinished requests."""
@@ -88,30 +125,44 @@ class RefitEngine:
             state.lora_request.lora_int_id for state in states if state.lora_request is not None
         )
 
-    def _run(self, steps: Generator[rpc.Call, Sequence[rpc.Reply], T]) -> T:
-        """Drive a protocol operation: send each call to all workers, hand it their replies."""
+    def _run(self, steps: Steps[T]) -> T:
+        """Drive a protocol operation: take each step, hand it the replies."""
         try:
-            call = next(steps)
+            step = next(steps)
             while True:
                 try:
-                    replies = self._all_workers(call)
+                    replies = self._take(step)
                 except RefitError as error:
-                    call = steps.throw(error)
+                    step = steps.throw(error)
                 else:
-                    call = steps.send(replies)
+                    step = steps.send(replies)
         except StopIteration as done:
             result: T = done.value
             return result
 
+    def _take(self, step: Step) -> Sequence[Any]:
+        if isinstance(step, rpc.Call):
+            return self._all_workers(step)
+        try:
+            if isinstance(step, rpc.DriverCall):
+                return [getattr(self._llm.llm_engine, step.method)(*step.args)]
+            self._collective_rpc(step.method, kwargs=step.kwargs)
+        except Exception as error:
+            raise CommitFailed(f"vLLM's {step.method} failed: {error!r}") from error
+        return []
+
     def _all_workers(self, call: rpc.Call) -> list[rpc.Reply]:
-        timeout = self._protocol.timeout_s + _RPC_MARGIN_S
         call_id = next(_call_ids)
         envelope = msgspec.structs.replace(
-            call, adapter=self._protocol.adapter, owner=self._owner, id=call_id
+            call,
+            adapter=self._protocol.adapter,
+            owner=self._owner,
+            id=call_id,
+            mode=self._protocol.mode,
         )
         data = msgspec.msgpack.encode(envelope)
         try:
-            answers = self._collective_rpc(data, timeout)
+            answers = self._collective_rpc("lora_refit_call", args=(data,))
         except Exception as error:
             raise CommitFailed(
                 f"the engine did not answer {call.method!r} on all workers: {error!r}; a worker "
@@ -126,9 +177,13 @@ class RefitEngine:
             )
         return replies
 
-    def _collective_rpc(self, data: bytes, timeout_s: float) -> Any:
+    def _collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        timeout_s = self._protocol.timeout_s + _RPC_MARGIN_S
+
         def rpc_call() -> Any:
-            return self._llm.collective_rpc("lora_refit_call", timeout=timeout_s, args=(data,))
+            return self._llm.collective_rpc(method, timeout=timeout_s, args=args, kwargs=kwargs)
 
         core = getattr(getattr(self._llm, "llm_engine", None), "engine_core", None)
         resources = getattr(core, "resources", None)

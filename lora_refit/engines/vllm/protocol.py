@@ -6,33 +6,26 @@ same protocol drives a synchronous and an asynchronous engine.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
-from collections.abc import Collection, Generator, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from lora_refit.engines.vllm import rpc
+from lora_refit.engines.vllm.steps import Steps, ask, call, check_ticket, tell
 from lora_refit.errors import (
     CommitFailed,
     CoverageError,
     LayoutMismatch,
     NotCommitted,
     RefitError,
-    StaleArena,
 )
 from lora_refit.report import AttachReport, Attestation, RefitReport
 from lora_refit.spec import Spec, Ticket
 from lora_refit.trace.axis import AxisMap
 from lora_refit.trace.coverage import uncovered_elements
 from lora_refit.trace.tags import matrix_shape
-
-T = TypeVar("T")
-S = TypeVar("S", bound=msgspec.Struct)
-Replies = Sequence[rpc.Reply]
-Steps = Generator[rpc.Call, Replies, T]
 
 MAX_SLOTS = 2
 NO_LIVE = -1
@@ -54,9 +47,10 @@ class Live(msgspec.Struct, frozen=True):
 class Protocol:
     """State of one adapter on one engine, as its driver knows it."""
 
+    mode = "adapter"
+
     def __init__(self, adapter: str, timeout_s: float) -> None:
-        if not adapter or "/" in adapter or "@" in adapter:
-            raise LayoutMismatch(f"adapter name {adapter!r}: give a non-empty name without / and @")
+        check_name(adapter)
         self.adapter = adapter
         self.timeout_s = timeout_s
         self.lora_ids: tuple[int, ...] = ()
@@ -70,7 +64,7 @@ class Protocol:
 
         running: LoRA ids of unfinished requests. Every slot but the live one is overwritten.
         """
-        facts = yield from _ask("facts", rpc.Nothing(), rpc.EngineFacts)
+        facts = yield from ask("facts", rpc.Nothing(), rpc.EngineFacts)
         live = NO_LIVE
         if self.live is not None and self.poisoned is None:
             live = self.lora_ids[self.live.slot]
@@ -79,14 +73,14 @@ class Protocol:
         lora_ids = tuple(live if id_ == live != NO_LIVE else self._new_id() for id_ in held)
         request = rpc.AttachRequest(spec.to_bytes(), lora_ids, live, self.timeout_s)
         try:
-            answers = yield from _ask("attach", request, rpc.AttachAnswer)
+            answers = yield from ask("attach", request, rpc.AttachAnswer)
             _check_coverage(spec, answers)
         except RefitError:
-            yield from _tell("abort", rpc.Nothing())
+            yield from tell("abort", rpc.Nothing())
             raise
         # Kept before the answers: a worker that adopted holds these slots whatever the others do.
         self.lora_ids = lora_ids
-        yield from _ask("adopt", rpc.Nothing(), rpc.Nothing)
+        yield from ask("adopt", rpc.Nothing(), rpc.Nothing)
         self._spec = spec
         return AttachReport(
             workers=len(answers),
@@ -106,7 +100,7 @@ class Protocol:
 
         running: LoRA ids of unfinished requests; the slot to be written must not be among them.
         """
-        self._check_ticket(ticket)
+        check_ticket(self._spec, ticket)
         slot = self._idle_slot()
         self._require_idle([self.lora_ids[slot]], running)
         started = time.perf_counter()
@@ -138,7 +132,7 @@ class Protocol:
     def attest(self) -> Steps[Attestation]:
         """Have every worker compare its live slot with what it committed."""
         live = self.require_live()
-        replies = yield _call("attest", rpc.AttestRequest(live.slot, live.version))
+        replies = yield call("attest", rpc.AttestRequest(live.slot, live.version))
         lines = []
         for reply in replies:
             if reply.error:
@@ -155,7 +149,7 @@ class Protocol:
         self.poisoned = None
         self.lora_ids = ()
         self._spec = None
-        yield from _tell("detach", rpc.Nothing())
+        yield from tell("detach", rpc.Nothing())
 
     def require_live(self) -> Live:
         """Raises NotCommitted before the first commit and after one that failed half-way."""
@@ -174,20 +168,6 @@ class Protocol:
     def _new_id(self) -> int:
         self._last_id += 1
         return self._last_id
-
-    def _check_ticket(self, ticket: Ticket) -> None:
-        if self._spec is None:
-            raise NotCommitted("nothing is attached; call attach(publisher.spec) first")
-        if ticket.layout_digest != self._spec.layout_digest:
-            raise LayoutMismatch(
-                f"the ticket of version {ticket.version} belongs to another layout than the "
-                "attached spec; attach the publisher's current spec first"
-            )
-        if ticket.publisher != self._spec.publisher:
-            raise StaleArena(
-                f"the ticket of version {ticket.version} belongs to another publisher than the "
-                "attached spec; attach that publisher's spec first"
-            )
 
     def _require_idle(self, lora_ids: Sequence[int], running: Collection[int]) -> None:
         """A request that is half-way would go on under its old name with other weights."""
@@ -213,12 +193,12 @@ class Protocol:
             slot, ticket.sequence, ticket.version, ticket.publisher, self.timeout_s
         )
         try:
-            staged = yield from _ask("stage", request, rpc.StageAnswer)
+            staged = yield from ask("stage", request, rpc.StageAnswer)
             digests = {answer.digest for answer in staged}
             if len(digests) > 1:
                 raise CommitFailed(f"workers staged different bytes: digests {sorted(digests)}")
         except RefitError:
-            yield from _tell("abort", rpc.Nothing())
+            yield from tell("abort", rpc.Nothing())
             raise
         return staged
 
@@ -229,14 +209,14 @@ class Protocol:
             self.poisoned = f"version {ticket.version} was being written over the only slot"
         try:
             return (
-                yield from _ask(
+                yield from ask(
                     "commit",
                     rpc.CommitRequest(ticket.sequence, ticket.version, lora_id),
                     rpc.CommitAnswer,
                 )
             )
         except RefitError as error:
-            yield from _tell("abort", rpc.Nothing())
+            yield from tell("abort", rpc.Nothing())
             if overwrites_live:
                 self.poisoned = str(error)
                 kept = "the engine has one slot, so nothing is live until a refit succeeds"
@@ -247,23 +227,10 @@ class Protocol:
             raise CommitFailed(f"version {ticket.version}: {error}; {kept}") from error
 
 
-def _call(method: str, request: msgspec.Struct) -> rpc.Call:
-    return rpc.Call(method, msgspec.msgpack.encode(request))
-
-
-def _ask(method: str, request: msgspec.Struct, answer: type[S]) -> Steps[list[S]]:
-    """Every worker's answer; raises the first worker's error after all have answered."""
-    replies = yield _call(method, request)
-    for reply in replies:
-        if reply.error:
-            raise reply.exception()
-    return [msgspec.msgpack.decode(reply.body, type=answer) for reply in replies]
-
-
-def _tell(method: str, request: msgspec.Struct) -> Steps[None]:
-    """Best effort, for clean-up: errors are the lesser news and are dropped."""
-    with contextlib.suppress(RefitError):
-        yield _call(method, request)
+def check_name(adapter: str) -> None:
+    """Raises LayoutMismatch for a name that would make identities ambiguous."""
+    if not adapter or "/" in adapter or "@" in adapter:
+        raise LayoutMismatch(f"adapter name {adapter!r}: give a non-empty name without / and @")
 
 
 def _slots_to_take(facts: Sequence[rpc.EngineFacts]) -> int:

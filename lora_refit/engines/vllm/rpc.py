@@ -6,6 +6,8 @@ the first worker that raises, and would hand the others' replies to the next cal
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from lora_refit import errors
@@ -15,7 +17,7 @@ class Call(msgspec.Struct, frozen=True):
     """method: of the worker; body: its encoded request.
 
     adapter: the name of what is refitted. owner: the driver's handle, which alone may refit it.
-    id: repeated by the replies.
+    id: repeated by the replies. mode: "adapter" or "merged", which state machine of the worker.
     """
 
     method: str
@@ -23,6 +25,21 @@ class Call(msgspec.Struct, frozen=True):
     adapter: str = ""
     owner: str = ""
     id: int = 0
+    mode: str = "adapter"
+
+
+class EngineCall(msgspec.Struct, frozen=True):
+    """A method of vLLM's own worker, called on all of them; what it returns is not looked at."""
+
+    method: str
+    kwargs: dict[str, Any] = {}
+
+
+class DriverCall(msgspec.Struct, frozen=True):
+    """A method of vLLM's engine beside the driver. Its replies are one value: what it returns."""
+
+    method: str
+    args: tuple[Any, ...] = ()
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -107,6 +124,57 @@ class CommitAnswer(msgspec.Struct, frozen=True):
     launches: int
     allocations: int
     scatter_ms: float
+
+
+class MergeAttachRequest(msgspec.Struct, frozen=True):
+    spec: bytes
+    timeout_s: float
+
+
+class MergeAttachAnswer(msgspec.Struct, frozen=True):
+    """layers: that the merged weights fill. buckets: of one version."""
+
+    layers: int
+    buckets: int
+    transport: str
+    trace_ms: float
+    warnings: tuple[str, ...]
+
+
+class MergeStageRequest(msgspec.Struct, frozen=True):
+    """publisher: of the ticket."""
+
+    sequence: int
+    version: int
+    publisher: bytes
+    timeout_s: float
+
+
+class MergeStageAnswer(msgspec.Struct, frozen=True):
+    """digest: over all buckets of all trainer ranks. sums: `MERGE_SUMS_DTYPE` records, one for each
+    merged weight."""
+
+    digest: str
+    sums: bytes
+    wait_ms: float
+    verify_ms: float
+
+
+class MergeCommitRequest(msgspec.Struct, frozen=True):
+    sequence: int
+    version: int
+
+
+class MergeCommitAnswer(msgspec.Struct, frozen=True):
+    """bytes_loaded: of merged weights. peak_bytes: the most that was held of them at a time."""
+
+    bytes_loaded: int
+    launches: int
+    peak_bytes: int
+
+
+class MergeAttestRequest(msgspec.Struct, frozen=True):
+    version: int
 
 
 class AttestRequest(msgspec.Struct, frozen=True):

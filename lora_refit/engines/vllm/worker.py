@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,49 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lora_refit.engines.arena_set import ArenaSet
+from lora_refit.arena_set import ArenaSet
 from lora_refit.engines.vllm import rpc
 from lora_refit.engines.vllm.loader import Loader
 from lora_refit.engines.vllm.scatter import scatter_plan_of
 from lora_refit.engines.vllm.slot_map import SlotMap, trace_engine
 from lora_refit.engines.vllm.slots import Slots
-from lora_refit.errors import CommitFailed, LayoutMismatch, NotCommitted, RefitError, StaleArena
+from lora_refit.engines.vllm.state import WorkerState
+from lora_refit.errors import CommitFailed, LayoutMismatch, NotCommitted, StaleArena
 from lora_refit.kernels import CopyKernel, digest
 from lora_refit.plan import Plan
 from lora_refit.spec import Spec
-
-
-class WorkerExtension:
-    """Mixed into vLLM's worker by `worker_extension_cls="lora_refit.vllm.WorkerExtension"`."""
-
-    def lora_refit_call(self, data: bytes) -> bytes:
-        """Run one encoded rpc.Call and return the encoded rpc.Reply. Never raises."""
-        worker: Any = self
-        index = int(getattr(worker, "rank", 0))
-        call_id = 0
-        try:
-            call = msgspec.msgpack.decode(data, type=rpc.Call)
-            call_id = call.id
-            reply = rpc.Reply(index, "", "", state_of(worker, call.adapter).handle(call), call_id)
-        except RefitError as error:
-            reply = rpc.Reply(index, type(error).__name__, str(error), b"", call_id)
-        except Exception as error:
-            where = "".join(traceback.format_exception(error)[-3:])
-            reply = rpc.Reply(index, "RefitError", f"unexpected {error!r}\n{where}", b"", call_id)
-        return msgspec.msgpack.encode(reply)
-
-
-def state_of(worker: Any, adapter: str = "policy") -> WorkerRefit:
-    """The worker's state of one adapter, made when it is first asked for."""
-    if not hasattr(worker, "_lora_refit_states"):
-        worker._lora_refit_states = {}
-    states: dict[str, WorkerRefit] = worker._lora_refit_states
-    if adapter not in states:
-        manager = getattr(worker.model_runner, "lora_manager", None)
-        if manager is None:
-            raise LayoutMismatch("the engine was started without LoRA; pass enable_lora=True")
-        states[adapter] = WorkerRefit(manager, int(worker.rank))
-    return states[adapter]
 
 
 class Committed(msgspec.Struct, frozen=True):
@@ -88,38 +54,32 @@ class Attached:
         self.staged: rpc.StageRequest | None = None
 
 
-class WorkerRefit:
+class WorkerRefit(WorkerState):
     """The state machine of one adapter on one worker: attached, staged, committed."""
 
     def __init__(self, lora_manager: Any, worker: int) -> None:
+        super().__init__(
+            {
+                "facts": (rpc.Nothing, self.facts),
+                "attach": (rpc.AttachRequest, self.attach),
+                "adopt": (rpc.Nothing, self.adopt),
+                "stage": (rpc.StageRequest, self.stage),
+                "commit": (rpc.CommitRequest, self.commit),
+                "abort": (rpc.Nothing, self.abort),
+                "attest": (rpc.AttestRequest, self.attest),
+                "detach": (rpc.Nothing, self.detach),
+            }
+        )
         self._worker = worker
         self._loader = Loader(lora_manager)
         self._slots = Slots(self._loader.manager)
-        self._owner = ""
         self._attached: Attached | None = None
         self._candidate: Attached | None = None
         self._allocations = 0
-        self._methods: dict[str, tuple[type[msgspec.Struct], Callable[[Any], msgspec.Struct]]] = {
-            "facts": (rpc.Nothing, self.facts),
-            "attach": (rpc.AttachRequest, self.attach),
-            "adopt": (rpc.Nothing, self.adopt),
-            "stage": (rpc.StageRequest, self.stage),
-            "commit": (rpc.CommitRequest, self.commit),
-            "abort": (rpc.Nothing, self.abort),
-            "attest": (rpc.AttestRequest, self.attest),
-            "detach": (rpc.Nothing, self.detach),
-        }
 
-    def handle(self, call: rpc.Call) -> bytes:
-        if self._attached is None and self._candidate is None:
-            self._owner = call.owner
-        elif call.owner != self._owner:
-            raise LayoutMismatch(
-                f"adapter {call.adapter!r} belongs to another RefitEngine; close that one first, or "
-                "give this one another adapter name"
-            )
-        request_type, method = self._methods[call.method]
-        return msgspec.msgpack.encode(method(msgspec.msgpack.decode(call.body, type=request_type)))
+    @property
+    def in_use(self) -> bool:
+        return self._attached is not None or self._candidate is not None
 
     def facts(self, _: rpc.Nothing) -> rpc.EngineFacts:
         return rpc.EngineFacts(

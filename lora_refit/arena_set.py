@@ -30,33 +30,41 @@ class Verified:
 
 
 class ArenaSet:
-    """All arenas of a publisher, mapped once.
+    """The arenas of a publisher, mapped once.
 
-    Entries are in the order of the export map's parameters: rank by rank. device: of the slots.
+    Entries are in the order of the export map's parameters: rank by rank. device: where they are
+    read. ranks: whose arenas; None for all.
     """
 
-    def __init__(self, spec: Spec, timeout_s: float, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        timeout_s: float,
+        device: torch.device = CPU,
+        ranks: frozenset[int] | None = None,
+    ) -> None:
         self._layout = spec.layout
         self._device = device
         self._layout_digest = spec.layout_digest
         self._readers: list[ArenaReader] = []
         spec.require_fitting_arenas()
+        handles = [item for item in spec.arenas if ranks is None or item.rank in ranks]
         try:
-            for handle in spec.arenas:
+            for handle in handles:
                 self._readers.append(
                     ArenaReader(handle, spec.layout_digest, timeout_s, device=device)
                 )
         except BaseException:
             self.close()
             raise
+        parameters = spec.layout.export_map.parameters
+        mapped = {handle.rank for handle in handles}
+        self._mapped = np.flatnonzero([item.rank in mapped for item in parameters])
         itemsize = spec.layout.itemsize
         self._nbytes = np.asarray(
-            [math.prod(p.shape) * itemsize for p in spec.layout.export_map.parameters], np.uint64
+            [math.prod(item.shape) * itemsize for item in parameters], np.uint64
         )
-        self._by_half = [
-            np.concatenate([reader.entry_addresses(half) for reader in self._readers])
-            for half in range(2)
-        ]
+        self._by_half = [self._entry_addresses(half) for half in range(2)]
         self._pinned_half: int | None = None
 
     @property
@@ -79,7 +87,8 @@ class ArenaSet:
                 for reader in self._readers
             ]
             waited = time.perf_counter()
-            published = np.concatenate([item.digests for item in pinned])
+            published = np.zeros(len(self._nbytes), np.uint64)
+            published[self._mapped] = _joined([item.digests for item in pinned])
             self._pinned_half = pinned[0].half
             self._verify(published, version)
             verified = time.perf_counter()
@@ -95,7 +104,7 @@ class ArenaSet:
         )
 
     def addresses(self) -> UintArray:
-        """Address of every parameter's entry in the pinned half."""
+        """Address of every parameter's entry in the pinned half, 0 for ranks that are not mapped."""
         assert self._pinned_half is not None
         return self._by_half[self._pinned_half]
 
@@ -109,17 +118,31 @@ class ArenaSet:
         for reader in self._readers:
             reader.close()
 
+    def _entry_addresses(self, half: int) -> UintArray:
+        addresses = np.zeros(len(self._nbytes), np.uint64)
+        addresses[self._mapped] = _joined(
+            [reader.entry_addresses(half) for reader in self._readers]
+        )
+        return addresses
+
     def _verify(self, published: UintArray, version: int) -> None:
         parameters = self._layout.export_map.parameters
-        wrong = np.flatnonzero(digest(self.addresses(), self._nbytes, self._device) != published)
+        mapped = self._mapped
+        found = digest(self.addresses()[mapped], self._nbytes[mapped], self._device)
+        wrong = mapped[found != published[mapped]]
         if len(wrong):
             raise StaleArena(
                 f"{parameters[int(wrong[0])].label}: its packed bytes are not those that were "
-                f"published as version {version} ({len(wrong)} of {len(published)} entries differ)"
+                f"published as version {version} ({len(wrong)} of {len(mapped)} entries differ)"
             )
+        known = set(mapped.tolist())
         for first, copy in self._layout.export_map.replicas:
-            if published[first] != published[copy]:
+            if {first, copy} <= known and published[first] != published[copy]:
                 raise StaleArena(
                     f"{parameters[first].label} and its replica on {parameters[copy].label} hold "
                     f"different values in version {version}; the trainer's ranks have diverged"
                 )
+
+
+def _joined(parts: list[UintArray]) -> UintArray:
+    return np.concatenate([np.zeros(0, np.uint64), *parts])

@@ -1,0 +1,217 @@
+"""The driver's side of merged mode: stage all buckets, then load them through vLLM's own lifecycle."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+
+import msgspec
+import numpy as np
+
+from lora_refit.engines.vllm import rpc
+from lora_refit.engines.vllm.protocol import Live, check_name
+from lora_refit.engines.vllm.steps import Steps, ask, call, check_ticket, tell
+from lora_refit.errors import CommitFailed, NotCommitted, RefitError
+from lora_refit.kernels import MERGE_SUMS_DTYPE
+from lora_refit.report import AttachReport, Attestation, Fidelity, RefitReport
+from lora_refit.spec import Spec, Ticket
+
+_log = logging.getLogger(__name__)
+
+
+class MergeProtocol:
+    """State of the policy that an engine holds in its own weights, as its driver knows it.
+
+    fidelity_threshold: share of the update that rounding may lose before a refit warns.
+    """
+
+    mode = "merged"
+
+    def __init__(self, name: str, timeout_s: float, fidelity_threshold: float) -> None:
+        check_name(name)
+        self.adapter = name
+        self.timeout_s = timeout_s
+        self.live: Live | None = None
+        self.poisoned: str | None = None
+        self._name = f"lora-refit://{name}"
+        self._fidelity_threshold = fidelity_threshold
+        self._spec: Spec | None = None
+        self._workers: tuple[int, ...] = ()
+
+    def attach(self, spec: Spec) -> Steps[AttachReport]:
+        """Map the rings, find the layers, compare the bases; nothing is loaded."""
+        request = rpc.MergeAttachRequest(spec.to_bytes(), self.timeout_s)
+        try:
+            answers = yield from ask("attach", request, rpc.MergeAttachAnswer)
+        except RefitError:
+            yield from tell("abort", rpc.Nothing())
+            raise
+        yield from ask("adopt", rpc.Nothing(), rpc.Nothing)
+        self._spec = spec
+        self._workers = tuple(range(len(answers)))
+        return AttachReport(
+            workers=len(answers),
+            trainer_ranks=len(spec.arenas),
+            factors=len(spec.layout.export_map.factors),
+            blocks=tuple(answer.buckets for answer in answers),
+            slots=0,
+            plan_digests=(),
+            transport=tuple(answer.transport for answer in answers),
+            trace_ms=max(answer.trace_ms for answer in answers),
+            warnings=tuple(dict.fromkeys(line for answer in answers for line in answer.warnings)),
+            mode=self.mode,
+        )
+
+    def refit(self, ticket: Ticket, running: int = 0) -> Steps[RefitReport]:
+        """Stage on all workers, then load on all. A failure before loading leaves the live version
+        live, one while loading poisons the engine until a refit succeeds.
+
+        running: number of unfinished requests, which would go on with other weights.
+        """
+        check_ticket(self._spec, ticket)
+        if running:
+            raise CommitFailed(
+                f"{running} requests are running, and would go on with other weights; wait until "
+                "they have finished, or abort them"
+            )
+        assert self._spec is not None and self._spec.layout.merged is not None
+        layout = self._spec.layout.merged
+        started = time.perf_counter()
+        staged = yield from self._stage(ticket)
+        between = time.perf_counter()
+        loaded = yield from self._load(ticket)
+        finished = time.perf_counter()
+        self.live = Live(ticket.version, staged[0].digest, 0)
+        self.poisoned = None
+        yield rpc.DriverCall("set_weight_version", (self.identity(),))
+        fidelity = self._fidelity(staged[0])
+        rings = sum(2 * layout.ring_bytes(rank) for rank in range(len(self._spec.rings)))
+        return RefitReport(
+            version=ticket.version,
+            bytes=sum(answer.bytes_loaded for answer in loaded),
+            phases_ms={
+                "pack": ticket.pack_ms,
+                "stage": (between - started) * 1e3,
+                "commit": (finished - between) * 1e3,
+                "wait": max(answer.wait_ms for answer in staged),
+                "verify": max(answer.verify_ms for answer in staged),
+            },
+            digest=staged[0].digest,
+            launches=max(answer.launches for answer in loaded),
+            collectives=0,
+            allocations=0,
+            fidelity=fidelity,
+            buckets=len(layout.buckets),
+            peak_extra_bytes=rings + max(answer.peak_bytes for answer in loaded),
+            warnings=self._warnings(fidelity),
+        )
+
+    def attest(self) -> Steps[Attestation]:
+        """Have every worker compare the weights it holds with those it committed."""
+        live = self.require_live()
+        replies = yield call("attest", rpc.MergeAttestRequest(live.version))
+        lines = []
+        for reply in replies:
+            problem = reply.message
+            if not reply.error:
+                problem = msgspec.msgpack.decode(reply.body, type=rpc.AttestAnswer).problem
+            lines.append(f"worker {reply.worker}: {problem or 'ok'}")
+        ok = all(line.endswith(": ok") for line in lines)
+        return Attestation(live.version, ok, tuple(lines))
+
+    def close(self) -> Steps[None]:
+        """Unmap the rings. The engine keeps the weights that it has, but they have no name."""
+        self.live = None
+        self.poisoned = None
+        self._spec = None
+        yield from tell("detach", rpc.Nothing())
+
+    def require_live(self) -> Live:
+        """Raises NotCommitted before the first commit and after one that failed half-way."""
+        if self.poisoned is not None:
+            raise NotCommitted(
+                f"the engine's weights are a mixture of versions ({self.poisoned}); refit again"
+            )
+        if self.live is None:
+            raise NotCommitted(f"no version of {self.adapter!r} is live; refit first")
+        return self.live
+
+    def identity(self) -> str:
+        """Names the live version; never the same for two versions."""
+        live = self.require_live()
+        return f"{self._name}@{live.version}/{live.digest}"
+
+    def _stage(self, ticket: Ticket) -> Steps[list[rpc.MergeStageAnswer]]:
+        request = rpc.MergeStageRequest(
+            ticket.sequence, ticket.version, ticket.publisher, self.timeout_s
+        )
+        try:
+            staged = yield from ask("stage", request, rpc.MergeStageAnswer)
+            digests = {answer.digest for answer in staged}
+            if len(digests) > 1:
+                raise CommitFailed(f"workers staged different bytes: digests {sorted(digests)}")
+        except RefitError:
+            yield from tell("abort", rpc.Nothing())
+            raise
+        return staged
+
+    def _load(self, ticket: Ticket) -> Steps[list[rpc.MergeCommitAnswer]]:
+        """Until all workers have committed, the engine may hold a mixture."""
+        assert self._spec is not None and self._spec.layout.merged is not None
+        self.poisoned = f"version {ticket.version} was being loaded"
+        try:
+            yield rpc.EngineCall("start_weight_update")
+            for bucket in range(len(self._spec.layout.merged.buckets)):
+                payloads = [
+                    {
+                        "worker": worker,
+                        "version": ticket.version,
+                        "sequence": ticket.sequence,
+                        "bucket": bucket,
+                    }
+                    for worker in self._workers
+                ]
+                yield rpc.EngineCall("update_weights", {"update_info": payloads})
+            yield rpc.EngineCall("finish_weight_update")
+            request = rpc.MergeCommitRequest(ticket.sequence, ticket.version)
+            loaded = yield from ask("commit", request, rpc.MergeCommitAnswer)
+            # Prefixes that were computed with other weights must not be reused.
+            (was_reset,) = yield rpc.DriverCall("reset_prefix_cache")
+            if was_reset is False:
+                raise CommitFailed("vLLM did not reset its prefix cache")
+            yield rpc.DriverCall("reset_encoder_cache")
+        except RefitError as error:
+            self.poisoned = str(error)
+            yield from tell("abort", rpc.Nothing())
+            with contextlib.suppress(RefitError):
+                yield rpc.DriverCall("set_weight_version", (f"{self._name}@mixture",))
+            raise CommitFailed(
+                f"version {ticket.version}: {error}; the engine's weights are a mixture, so nothing "
+                "is live until a refit succeeds"
+            ) from error
+        return loaded
+
+    def _fidelity(self, staged: rpc.MergeStageAnswer) -> Fidelity:
+        assert self._spec is not None and self._spec.layout.merged is not None
+        names = [weight.name for weight in self._spec.layout.merged.weights]
+        return Fidelity.of_sums(names, np.frombuffer(staged.sums, MERGE_SUMS_DTYPE))
+
+    def _warnings(self, fidelity: Fidelity) -> tuple[str, ...]:
+        worst = ", ".join(f"{item.name} {item.lost:.0%}" for item in fidelity.worst())
+        _log.info(
+            "merged weights: rounding loses %.1f %% of the update (%s), %.1f %% of the elements "
+            "change",
+            100 * fidelity.lost,
+            worst,
+            100 * fidelity.changed,
+        )
+        if fidelity.lost <= self._fidelity_threshold:
+            return ()
+        assert self._spec is not None and self._spec.layout.merged is not None
+        warning = (
+            f"rounding to {self._spec.layout.merged.dtype} loses {fidelity.lost:.0%} of the update "
+            f"(most in {worst}); serve the policy in adapter mode, which loses nothing"
+        )
+        _log.warning("%s", warning)
+        return (warning,)

@@ -1,0 +1,261 @@
+"""An engine worker's side of the bucket rings: verify every bucket, then take them one by one."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lora_refit.arena import RingReader
+from lora_refit.arena_set import ArenaSet
+from lora_refit.devices import CPU
+from lora_refit.errors import LayoutMismatch, StaleArena
+from lora_refit.kernels import BLOCK_DTYPE, MERGE_SUMS_DTYPE, BufferType, CopyKernel, digest
+from lora_refit.merged.layout import Bucket, Chunk, MergedLayout
+from lora_refit.merged.merger import combined_digest, sums_of_words
+from lora_refit.spec import Spec
+
+UintArray = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A version whose every byte was merged, read and checked, and of which nothing is applied.
+
+    digest: over the digests of all buckets. sums: `MERGE_SUMS_DTYPE`, one for each merged weight.
+    """
+
+    digest: str
+    sums: npt.NDArray[np.void]
+    wait_ms: float
+    verify_ms: float
+
+
+class BucketCollector:
+    """All trainer ranks' rings, mapped once, and the plan from their buckets to whole weights.
+
+    device: where the weights are put together.
+    """
+
+    def __init__(self, spec: Spec, timeout_s: float, device: torch.device = CPU) -> None:
+        layout = spec.layout.merged
+        if layout is None:
+            raise LayoutMismatch("the spec is of adapter mode; it has no merged weights")
+        self._layout: MergedLayout = layout
+        self._layout_digest = spec.layout_digest
+        self._device = device
+        self._timeout_s = timeout_s
+        self._rings: dict[int, RingReader] = {}
+        self._copies = [_BucketCopy(layout, bucket, device) for bucket in layout.buckets]
+        self._digests: list[dict[int, int]] = []
+        self._partial: dict[int, torch.Tensor] = {}
+        self._held_bytes = 0
+        self._peak_bytes = 0
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._arenas = ArenaSet(spec, timeout_s, device)
+            for rank in sorted({piece.rank for piece in layout.pieces}):
+                self._rings[rank] = RingReader(
+                    spec.rings[rank],
+                    spec.layout_digest,
+                    layout.ring_bytes(rank),
+                    layout.note_words(rank),
+                    timeout_s,
+                    device=device,
+                )
+            undo.pop_all()
+
+    @property
+    def transport(self) -> str:
+        """How the ranks' buckets reach this worker, each way once."""
+        return ", ".join(dict.fromkeys(ring.transport for ring in self._rings.values()))
+
+    def take_peak_bytes(self) -> int:
+        """The most that was held of merged weights since this was last asked."""
+        peak, self._peak_bytes = self._peak_bytes, self._held_bytes
+        return peak
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all weights of one version."""
+        return self._layout.total_bytes
+
+    @property
+    def buckets(self) -> int:
+        return len(self._layout.buckets)
+
+    def stage(self, sequence: int, version: int, timeout_s: float) -> Staged:
+        """Have every bucket merged once and check its bytes; the sessions stay open for `take`.
+
+        Raises WriterTimeout naming the rank that does not publish or deliver, StaleArena naming
+        what is not as published; then the sessions are closed.
+        """
+        self.end()
+        started = time.perf_counter()
+        try:
+            verified = self._arenas.pin_and_verify(sequence, version, timeout_s)
+            self._arenas.release()
+            for ring in self._rings.values():
+                ring.open(sequence, timeout_s)
+            sums = self._verify_all(version)
+        except BaseException:
+            self.end()
+            raise
+        finished = time.perf_counter()
+        packed = np.asarray(
+            [value for digests in self._digests for value in digests.values()], np.uint64
+        )
+        name = self._layout_digest + verified.digest.encode() + packed.tobytes()
+        return Staged(
+            digest=hashlib.blake2b(name, digest_size=16).hexdigest(),
+            sums=sums,
+            wait_ms=verified.wait_ms,
+            verify_ms=(finished - started) * 1e3 - verified.wait_ms,
+        )
+
+    def take(self, bucket: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights that a staged bucket completes, [out, in], in memory of their own.
+
+        Buckets must be taken in order. Raises StaleArena if a bucket's bytes are not those that were
+        staged.
+        """
+        copy = self._copies[bucket]
+        addresses = self._pin(bucket, self._digests[bucket])
+        for weight in copy.weights:
+            if weight not in self._partial:
+                self._partial[weight] = self._new_tensor(weight)
+        targets = [self._partial[weight].data_ptr() for weight in copy.weights]
+        copy.kernel.run(addresses, np.asarray(targets, np.uint64))
+        self._release()
+        if bucket + 1 < self.buckets:
+            self._ask(bucket + 1)
+        for weight in copy.completes:
+            yield self._layout.weights[weight].name, self._partial.pop(weight)
+
+    def end(self) -> None:
+        """Close the sessions, so that the trainer can publish again. Idempotent."""
+        self._partial.clear()
+        self._digests = []
+        for ring in self._rings.values():
+            ring.end()
+
+    def close(self) -> None:
+        """Unmap everything. Idempotent."""
+        if hasattr(self, "_arenas"):
+            self._arenas.close()
+        for ring in self._rings.values():
+            ring.close()
+
+    def _verify_all(self, version: int) -> npt.NDArray[np.void]:
+        sums = np.zeros(len(self._layout.weights), MERGE_SUMS_DTYPE)
+        for number, bucket in enumerate(self._layout.buckets):
+            found: dict[int, int] = {}
+            for rank, chunks in self._ranks_of(bucket):
+                taken = self._rings[rank].take(number, self._timeout_s)
+                self._check(chunks, taken.address, taken.digest, rank, number)
+                found[rank] = taken.digest
+                weights = list(bucket.weights_of(rank))
+                for name in MERGE_SUMS_DTYPE.names or ():
+                    sums[name][weights] += sums_of_words(taken.notes, len(weights))[name]
+            self._digests.append(found)
+            self._release()
+            self._ask((number + 1) % self.buckets)
+        return sums
+
+    def _pin(self, number: int, expected: dict[int, int]) -> UintArray:
+        """Pin a bucket on every rank and check it again; returns the addresses of its chunks."""
+        addresses = []
+        for rank, chunks in self._ranks_of(self._layout.buckets[number]):
+            taken = self._rings[rank].take(number, self._timeout_s)
+            if taken.digest != expected[rank]:
+                raise StaleArena(
+                    f"trainer rank {rank}, bucket {number}: merged to other bytes than when it was "
+                    "staged; its base weights have changed in between"
+                )
+            self._check(chunks, taken.address, taken.digest, rank, number)
+            addresses += [taken.address + chunk.offset for chunk in chunks]
+        return np.asarray(addresses, np.uint64)
+
+    def _check(
+        self, chunks: Sequence[Chunk], address: int, published: int, rank: int, number: int
+    ) -> None:
+        addresses = np.asarray([address + chunk.offset for chunk in chunks], np.uint64)
+        nbytes = np.asarray([self._layout.nbytes(chunk) for chunk in chunks], np.uint64)
+        if combined_digest(digest(addresses, nbytes, self._device)) != published:
+            names = dict.fromkeys(self._layout.weights[chunk.weight].name for chunk in chunks)
+            raise StaleArena(
+                f"trainer rank {rank}, bucket {number} ({', '.join(names)}): its bytes are not those "
+                "that were merged"
+            )
+
+    def _release(self) -> None:
+        for ring in self._rings.values():
+            ring.release()
+
+    def _ask(self, number: int) -> None:
+        """Have a bucket merged while the one before is being loaded."""
+        for rank, _ in self._ranks_of(self._layout.buckets[number]):
+            self._rings[rank].ask(number)
+
+    def _new_tensor(self, weight: int) -> torch.Tensor:
+        """Memory for a whole weight; counted until whoever it is given to lets go of it."""
+        dtype: torch.dtype = getattr(torch, self._layout.dtype)
+        tensor = torch.empty(self._layout.weights[weight].shape, dtype=dtype, device=self._device)
+        self._count(tensor.nbytes)
+        weakref.finalize(tensor, self._count, -tensor.nbytes)
+        return tensor
+
+    def _count(self, nbytes: int) -> None:
+        self._held_bytes += nbytes
+        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+
+    def _ranks_of(self, bucket: Bucket) -> Iterator[tuple[int, tuple[Chunk, ...]]]:
+        for rank in self._rings:
+            if chunks := bucket.of_rank(rank):
+                yield rank, chunks
+
+
+class _BucketCopy:
+    """One bucket's copy from the rings into whole weights.
+
+    weights: that it writes, in the order of the kernel's destinations. completes: those of which
+    nothing is missing afterwards.
+    """
+
+    def __init__(self, layout: MergedLayout, bucket: Bucket, device: torch.device) -> None:
+        chunks = sorted(bucket.chunks, key=lambda chunk: chunk.rank)
+        self.weights = list(dict.fromkeys(chunk.weight for chunk in bucket.chunks))
+        last = {weight: index for index, b in enumerate(layout.buckets) for weight in _weights(b)}
+        number = layout.buckets.index(bucket)
+        self.completes = [weight for weight in self.weights if last[weight] == number]
+        dtype: torch.dtype = getattr(torch, layout.dtype)
+        blocks = np.zeros(len(chunks), BLOCK_DTYPE)
+        for source, chunk in enumerate(chunks):
+            width = layout.weights[chunk.weight].shape[1]
+            block = blocks[source]
+            block["src"], block["dst"] = source, self.weights.index(chunk.weight)
+            block["dst_offset"] = chunk.row * width + chunk.col
+            block["size"] = (1, chunk.rows, chunk.cols)
+            block["src_stride"] = (0, chunk.cols, 1)
+            block["dst_stride"] = (0, width, 1)
+            block["scale"] = 1.0
+        self.kernel = CopyKernel(
+            blocks,
+            [BufferType(dtype, chunk.numel) for chunk in chunks],
+            [
+                BufferType(dtype, layout.weights[w].shape[0] * layout.weights[w].shape[1])
+                for w in self.weights
+            ],
+            device,
+        )
+
+
+def _weights(bucket: Bucket) -> Iterator[int]:
+    return (chunk.weight for chunk in bucket.chunks)

@@ -1,0 +1,126 @@
+"""A trainer rank hands its merged buckets to engines: at once if all fit, otherwise as they ask."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Protocol
+
+from lora_refit.arena import RingWriter
+from lora_refit.arena.layout import HALVES
+from lora_refit.arena_set import ArenaSet
+from lora_refit.errors import RefitError
+from lora_refit.merged.merger import MergedBucket, UintArray, words_of_sums
+
+_NAP_S = 0.02
+"""How long the serving thread waits for engines before it looks whether it shall end."""
+
+_log = logging.getLogger(__name__)
+
+
+class Merger(Protocol):
+    def prepare(self, adapters: UintArray, stream: object | None) -> None:
+        """Do what a version needs before its first bucket. Collective where it is collective."""
+
+    def merge(
+        self, bucket: int, address: int, adapters: UintArray, stream: object | None
+    ) -> MergedBucket: ...
+
+
+class Delivery:
+    """One rank's bucket ring and who fills it.
+
+    adapters: arenas of all ranks whose shards this rank's merges read. buckets: their number. With
+    more buckets than the ring has halves a thread merges those that engines ask for, so the base
+    must stay in place until the refit is done.
+    """
+
+    def __init__(
+        self,
+        merger: Merger,
+        ring: RingWriter,
+        adapters: ArenaSet,
+        buckets: int,
+        note_words: int,
+        timeout_s: float,
+    ) -> None:
+        self._merger = merger
+        self._ring = ring
+        self._adapters = adapters
+        self._buckets = buckets
+        self._note_words = note_words
+        self._timeout_s = timeout_s
+        self._thread: threading.Thread | None = None
+        self._end = threading.Event()
+
+    def stop(self) -> None:
+        """Let go of the version that is offered. Raises ReaderTimeout while an engine is between the
+        start and the end of a refit to it."""
+        self._ring.wait_idle()
+        self._end_thread()
+        self._adapters.release()
+
+    def start(self, sequence: int, version: int, stream: object | None) -> None:
+        """Offer a version whose adapter shards all ranks publish.
+
+        Returns when all buckets are merged if they fit the ring, otherwise at once.
+        Raises WriterTimeout or StaleArena for a rank that does not publish, and what merging
+        raises; engines that ask are told the same.
+        """
+        self._ring.offer(sequence, self._buckets)
+        try:
+            self._adapters.pin_and_verify(sequence, version, self._timeout_s)
+            self._merger.prepare(self._adapters.addresses(), stream)
+            if self._buckets <= HALVES:
+                for bucket in range(self._buckets):
+                    served = self._serve(bucket, stream)
+                    assert served, "a ring that was just offered has both halves free"
+                self._adapters.release()
+                return
+        except BaseException as error:
+            self._adapters.release()
+            self._ring.fail(str(error))
+            raise
+        self._end.clear()
+        self._thread = threading.Thread(
+            target=self._serve_until_the_end, name="lora-refit-merge", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and release the ring; engines in between are told. Idempotent."""
+        self._end_thread()
+        self._adapters.close()
+        self._ring.close()
+
+    def _end_thread(self) -> None:
+        if self._thread is not None:
+            self._end.set()
+            self._thread.join()
+            self._thread = None
+
+    def _serve_until_the_end(self) -> None:
+        try:
+            while not self._end.is_set():
+                for bucket in self._ring.wait_wanted(_NAP_S):
+                    self._serve(bucket, None)
+        except Exception as error:
+            expected = isinstance(error, RefitError)
+            _log.error("delivery of merged weights ended: %s", error, exc_info=not expected)
+            self._ring.fail(str(error))
+
+    def _serve(self, bucket: int, stream: object | None) -> bool:
+        """Merge a bucket; False if both halves are being read, then the engine keeps asking."""
+        half = self._ring.begin(bucket)
+        if half is None:
+            return False
+        try:
+            merged = self._merger.merge(
+                bucket, self._ring.address(half), self._adapters.addresses(), stream
+            )
+        except BaseException:
+            self._ring.abandon(half)
+            raise
+        notes = words_of_sums(merged.sums, self._note_words)
+        self._ring.publish(bucket, half, merged.digest, notes)
+        return True

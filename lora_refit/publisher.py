@@ -139,7 +139,7 @@ class Publisher:
             self._set_up_delivery(timeout_s, memory, merge_rounding)
         self._publisher = self._spec.publisher
         self._parameters = own
-        self._state: State | None = None
+        self._last_state: State | None = None
         self._addresses: npt.NDArray[np.uint64] = np.zeros(len(own), np.uint64)
         self._sequence = 0
 
@@ -220,26 +220,13 @@ class Publisher:
         folder there that `transformers` and engines load, a shard at a time. dtype: of its
         floating-point tensors; None for the trainer's. Works in both modes.
         """
-        factors = {
-            name: tensor.detach().to("cpu", copy=True)
-            for name, tensor in self._source.export()
-            if self._rank == 0
-        }
-        layout, held = self._spec.layout, self._source.base_weights()
-        weights = adapted_weights(layout.export_map)
-        state = MergedState(
-            self._source.full_model(),
-            factors,
-            lora_scale(layout.peft_config),
-            magnitudes=gather_magnitudes(
-                self._pieces.pieces, held, weights, self._rank, self._group
-            ),
-            dtype=dtype,
-            group=self._group,
-        )
-        if path is not None:
-            state.save(path)
-        return state
+        return self._state(path, dtype, lora_scale(self._spec.layout.peft_config))
+
+    def base_state(
+        self, path: str | Path | None = None, *, dtype: torch.dtype | None = None
+    ) -> MergedState:
+        """`merged_state` without the adapter: for `RefitEngine.load_base`."""
+        return self._state(path, dtype, None)
 
     def close(self) -> None:
         """Release the arena; see ArenaWriter.close for what becomes of a worker's mapping. Idempotent."""
@@ -258,6 +245,30 @@ class Publisher:
     ) -> None:
         self.close()
 
+    def _state(
+        self, path: str | Path | None, dtype: torch.dtype | None, scale: float | None
+    ) -> MergedState:
+        factors = {
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in self._source.export()
+            if self._rank == 0
+        }
+        weights = adapted_weights(self._spec.layout.export_map)
+        held = self._source.base_weights()
+        state = MergedState(
+            same_outcome(self._source.full_model, self._group),
+            factors,
+            scale,
+            magnitudes=gather_magnitudes(
+                self._pieces.pieces, held, weights, self._rank, self._group
+            ),
+            dtype=dtype,
+            group=self._group,
+        )
+        if path is not None:
+            state.save(path)
+        return state
+
     def _set_up_delivery(self, timeout_s: float, memory: str, rounding: str) -> None:
         layout, rank, device, group = self._spec.layout, self._rank, self._device, self._group
         ring = same_outcome(lambda: make_ring(layout, rank, timeout_s, device, memory), group)
@@ -273,10 +284,10 @@ class Publisher:
         """Where the parameters are now: trainers move them when they offload and reload."""
         tensors = [tensor for _, tensor in self._source.parameters()]
         state = [(t.data_ptr(), t.shape, t.dtype, t.is_contiguous()) for t in tensors]
-        if state != self._state:
+        if state != self._last_state:
             _check_unchanged(tensors, self._parameters, self._device)
             self._addresses = np.asarray([address for address, *_ in state], np.uint64)
-            self._state = state
+            self._last_state = state
         return self._addresses
 
 

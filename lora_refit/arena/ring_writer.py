@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -130,15 +128,14 @@ class RingWriter:
         )
 
     def wait_wanted(self, timeout_s: float) -> list[int]:
-        """Wait until a bucket is wanted and `begin` would find a half for it.
+        """Wait until a bucket is wanted for which `begin` would find a half.
 
-        Returns what is wanted in the order of `wanted`, or nothing after `timeout_s` seconds.
+        Returns all such buckets in the order of `wanted`, or none after `timeout_s` seconds.
         """
         for _ in attempts(timeout_s, _LONGEST_NAP_S):
             wanted = self.wanted()
             asks = self._asks() if wanted else {}
-            servable = [bucket for bucket in wanted if any(self._free_halves(bucket, asks))]
-            if servable:
+            if servable := [bucket for bucket in wanted if self._free_halves(bucket, asks)]:
                 return servable
         return []
 
@@ -158,14 +155,10 @@ class RingWriter:
         self._mapped.require_usable(self._name)
         self._require_absent(bucket)
         for half in self._free_halves(bucket, self._asks()):
-            self._page.hide(half)
-            # Looked at again: only what readers announced before they could see this counts.
-            if self._arena.live_holders(half) or self._is_kept(half, bucket, self._asks()):
-                self._page.show(half, self._shown[half])
-                continue
-            self._resident.pop(half, None)
-            self._begun[half] = bucket
-            return half
+            if self._take_back(half, bucket):
+                self._resident.pop(half, None)
+                self._begun[half] = bucket
+                return half
         return None
 
     def address(self, half: int) -> int:
@@ -188,8 +181,7 @@ class RingWriter:
         self._mapped.require_usable(self._name)
         self._require_begun(half, bucket)
         table = self._table(digest, notes)
-        # The next sequence that belongs to this half.
-        sequence = self._last_sequence + 1 + (self._last_sequence + 1 - half) % HALVES
+        sequence = self._next_sequence(half)
         self._page.write_contents(half, bucket, table)
         self._page.show(half, sequence)
         self._last_sequence = self._shown[half] = sequence
@@ -225,16 +217,32 @@ class RingWriter:
     def _asks(self) -> dict[int, Urgency]:
         return self._demand.asks(self._publication, self._buckets)
 
-    def _free_halves(self, bucket: int, asks: dict[int, Urgency]) -> Iterator[int]:
+    def _free_halves(self, bucket: int, asks: dict[int, Urgency]) -> list[int]:
         """Halves that look free for `bucket`: the empty first, those asked for ahead last."""
 
         def loss(half: int) -> tuple[bool, int]:
             return self._resident.get(half) in asks, self._shown[half]
 
-        for half in sorted(range(HALVES), key=loss):
-            in_use = half in self._begun or self._is_kept(half, bucket, asks)
-            if not in_use and not self._demand.is_pinned(half):
-                yield half
+        free = [
+            half
+            for half in range(HALVES)
+            if half not in self._begun
+            and not self._is_kept(half, bucket, asks)
+            and not self._demand.is_pinned(half)
+        ]
+        return sorted(free, key=loss)
+
+    def _take_back(self, half: int, bucket: int) -> bool:
+        """Hide the half; False, and it is shown as before, if readers use it after all."""
+        in_use = True
+        self._page.hide(half)
+        try:
+            holders = self._arena.live_holders(half)
+            in_use = bool(holders) or self._is_kept(half, bucket, self._asks())
+        finally:
+            if in_use:
+                self._page.show(half, self._shown[half])
+        return not in_use
 
     def _is_kept(self, half: int, bucket: int, asks: dict[int, Urgency]) -> bool:
         """Whether readers ask for what the half holds more than for `bucket`."""
@@ -279,6 +287,11 @@ class RingWriter:
     def _show_again(self) -> None:
         if self._visible:
             self._words.show_publication(self._publication)
+
+    def _next_sequence(self, half: int) -> int:
+        """The next sequence that belongs to this half."""
+        following = self._last_sequence + 1
+        return following + (following - half) % HALVES
 
     def _empty(self, half: int) -> None:
         self._resident.pop(half, None)

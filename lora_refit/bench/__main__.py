@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console, RenderableType
 
-from lora_refit.bench import merge, refit
+from lora_refit.bench import layer, merge, refit
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
 def _lora_rank(text: str) -> int:
     """Ranks of column-parallel adapters are sharded."""
     rank = int(text)
-    if rank < 1 or rank % merge.layer.TP:
-        raise argparse.ArgumentTypeError(f"{text} is no positive multiple of {merge.layer.TP}")
+    if rank < 1 or rank % layer.TP:
+        raise argparse.ArgumentTypeError(f"{text} is no positive multiple of {layer.TP}")
     return rank
 
 

@@ -125,7 +125,8 @@ def merge_program(
     """Blocks and segments. Sources: all weights, then one layer's factors, which all layers share.
     Modules of the sums: one for each module of each layer."""
     factors = layers * len(MODULES) * TP
-    block_rows, segment_rows = [], []
+    block_rows: list[tuple[float, ...]] = []
+    segment_rows: list[tuple[int, ...]] = []
     for layer in range(layers):
         for run in runs():
             segments = list(_segments(run, lora_rank, factors))

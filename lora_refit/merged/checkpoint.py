@@ -13,10 +13,10 @@ import torch
 from lora_refit.collectives import ProcessGroup, same_outcome, world
 from lora_refit.errors import CoverageError, LayoutMismatch, UnsupportedAdapter
 from lora_refit.kernels import DTYPE_CODES
-from lora_refit.sources.full_model import FullModel
 from lora_refit.merged.dense import DenseMerger
 from lora_refit.merged.shards import NewFolder, ShardWriter
 from lora_refit.sources.base import PEFT_PREFIX
+from lora_refit.sources.full_model import FullModel
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _WEIGHT, _WRAPPED = ".weight", ".base_layer.weight"
@@ -41,7 +41,7 @@ class MergedState:
     Args:
         model: the trainer's full model.
         factors: PEFT name -> lora_A [r, in] or lora_B [out, r], on the CPU; used on rank 0.
-        scale: of B @ A.
+        scale: of B @ A; None for the base alone, whose adapters are left out.
         magnitudes: DoRA: module -> [out], in the order of lora_B's rows; empty for LoRA. Used on
             rank 0.
         dtype: of the floating-point tensors; None for the trainer's.
@@ -57,7 +57,7 @@ class MergedState:
         self,
         model: FullModel,
         factors: Mapping[str, torch.Tensor],
-        scale: float,
+        scale: float | None,
         *,
         magnitudes: Mapping[str, torch.Tensor] | None = None,
         dtype: torch.dtype | None = None,
@@ -69,7 +69,7 @@ class MergedState:
         self._dtype = dtype
         self._group = group
         self._first = world(group)[0] == 0
-        self._merger = DenseMerger(scale)
+        self._merger = DenseMerger(scale) if scale is not None else None
 
     def __iter__(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         stream = self._model.weights()
@@ -148,6 +148,8 @@ class MergedState:
                 f"{module}: lora_B {tuple(adapter.b.shape)} and lora_A {tuple(adapter.a.shape)} do "
                 f"not fit its weight {tuple(base.shape)}"
             )
+        if self._merger is None:
+            return base.to(self._written_dtype(base), copy=True).contiguous()
         merged = torch.empty(base.shape, dtype=self._written_dtype(base))
         if adapter.magnitude is None:
             self._merger.merge(base, adapter.b, adapter.a, merged)

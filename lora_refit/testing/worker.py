@@ -11,7 +11,8 @@ import msgspec
 import psutil
 import torch
 
-from lora_refit.engines.vllm.extension import WorkerExtension, state_of
+from lora_refit.engines.vllm.extension import WorkerExtension, merge_state_of, state_of
+from lora_refit.engines.vllm.state import WorkerState
 from lora_refit.engines.vllm.worker import WorkerRefit
 from lora_refit.testing.collective_counter import CollectiveCounter
 
@@ -59,6 +60,7 @@ class InspectableWorkerExtension(WorkerExtension):
             "slot_bytes": slot_bytes,
             "flip_bit": flip_bit,
             "fail": fail,
+            "fail_update": fail_update,
             "resources": resources,
             "start_counting": start_counting,
             "stop_counting": stop_counting,
@@ -115,7 +117,7 @@ def fail(worker: Any, method: str, moment: str, action: str) -> None:
     moment: "before" or "after" the method has done its work.
     action: "raise" an error that nobody planned for, or "kill" the worker's process.
     """
-    methods = _refit(worker)._methods
+    methods = _state(worker)._methods
     request_type, planned = methods[method]
 
     def sabotaged(request: Any) -> msgspec.Struct:
@@ -127,6 +129,26 @@ def fail(worker: Any, method: str, moment: str, action: str) -> None:
         raise RuntimeError(f"injected {moment} {method}")
 
     methods[method] = (request_type, sabotaged)
+
+
+def fail_update(worker: Any, bucket: int, action: str) -> None:
+    """Make the next refit of merged weights fail once, when this bucket is about to be loaded.
+
+    action: "raise" an error that nobody planned for, or "kill" the worker's process.
+    """
+    engine = worker.weight_transfer_engine
+    planned = engine.receive_weights
+
+    def sabotaged(update: Any) -> None:
+        if update.bucket != bucket:
+            planned(update)
+            return
+        del engine.receive_weights
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError(f"injected before bucket {bucket}")
+
+    engine.receive_weights = sabotaged
 
 
 def resources(worker: Any) -> dict[str, int]:
@@ -149,6 +171,11 @@ def stop_counting(worker: Any) -> int:
 
 def _refit(worker: Any) -> WorkerRefit:
     return state_of(worker)
+
+
+def _state(worker: Any) -> WorkerState:
+    """Of whichever mode the worker's engine was started for."""
+    return state_of(worker) if worker.model_runner.lora_config else merge_state_of(worker)
 
 
 def _slot(worker: Any, lora_id: int) -> dict[str, torch.Tensor]:

@@ -16,8 +16,7 @@ from cpu_as_gpu import GPU, pretend
 from stand_in import StandIn
 
 from lora_refit import _C
-from lora_refit.arena import ArenaLayout, ArenaReader, ArenaWriter, device_region
-from lora_refit.arena import writer as arena_writer
+from lora_refit.arena import ArenaLayout, ArenaReader, ArenaWriter, creation, device_region
 from lora_refit.errors import LayoutMismatch, TransportUnavailable
 from lora_refit.kernels import BLOCK_DTYPE, BufferType, CapturedCopy, CopyKernel
 from lora_refit.messages import HostStorage, IpcStorage, VmmStorage
@@ -216,7 +215,7 @@ def test_ipc_memory_is_not_freed_under_a_reader(
     driver: StandIn, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pinned reader keeps the memory alive beyond close; one that lets go in time does not."""
-    monkeypatch.setattr(arena_writer, "TAKE_BACK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(creation, "TAKE_BACK_TIMEOUT_S", 0.2)
     for pinned in (True, False):
         arena = writer("ipc")
         reader = ArenaReader(arena.handle, DIGEST, device=GPU)

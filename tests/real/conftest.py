@@ -27,6 +27,7 @@ def live(request: pytest.FixtureRequest, tiny: Callable[..., Any]) -> Iterator[L
         tensor_parallel=case.tensor_parallel,
         dtype=case.dtype,
         enable_lora=case.enable_lora,
+        load_format=case.load_format,
         max_lora_rank=case.max_lora_rank,
         max_loras=case.max_loras,
         worker_extension_cls=case.worker,
@@ -128,6 +129,7 @@ def attach_merged(
         engines.append(engine)
         return Refitted(live, ranks, engine, engine.attach(Spec.from_bytes(answers[0])))
 
+    make.ranks = lambda trainer_tp: policy(policy_config(live.model, trainer_tp))  # type: ignore
     yield make
     for engine in engines:
         engine.close()

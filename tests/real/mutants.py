@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import weight_inspections
 
 from lora_refit.engines.vllm.extension import state_of
 from lora_refit.engines.vllm.worker import Attached
@@ -14,10 +15,13 @@ from lora_refit.testing.worker import InspectableWorkerExtension
 
 
 class MutantWorkerExtension(InspectableWorkerExtension):
-    """Adds the inspection "mutate"; without it a worker refits as it should."""
+    """Adds the inspection "mutate", without which a worker refits as it should, and those of its
+    model's weights."""
 
     def lora_refit_inspections(self) -> dict[str, Callable[..., Any]]:
-        return super().lora_refit_inspections() | {"mutate": mutate}
+        return (
+            super().lora_refit_inspections() | {"mutate": mutate} | weight_inspections.INSPECTIONS
+        )
 
 
 def mutate(worker: Any, mutant: str) -> None:

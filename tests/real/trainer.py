@@ -74,6 +74,18 @@ def export_base(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name.replace(".base_layer", ""): tensor.clone() for name, tensor in exported}
 
 
+def save_merged(state: dict[str, Any], folder: str, base_only: bool = False) -> None:
+    """Write a checkpoint of the merged model, or of its base. Collective."""
+    publisher = state["publisher"]
+    (publisher.base_state if base_only else publisher.merged_state)(folder)
+
+
+def change_base(state: dict[str, Any], factor: float) -> None:
+    """Multiply the first adapted base weight of this rank."""
+    with torch.no_grad():
+        state["source"].base_weights()[0].weight.mul_(factor)
+
+
 def magnitudes(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """DoRA's magnitudes [out] by checkpoint name, put in order as the bridge orders a weight's rows:
     through a base whose every row holds its magnitude. Collective."""
@@ -115,8 +127,15 @@ def publish_often(state: dict[str, Any], first: int, count: int) -> None:
         state["publisher"].publish(version)
 
 
-def randomize(state: dict[str, Any], seed: int) -> None:
-    megatron.randomize_adapters(state["policy"].chunks, seed, STD)
+def randomize(state: dict[str, Any], seed: int, std: float = STD) -> None:
+    megatron.randomize_adapters(state["policy"].chunks, seed, std)
+
+
+def round_base(state: dict[str, Any]) -> None:
+    """Round the adapted base weights to bf16, as if that had been their dtype."""
+    with torch.no_grad():
+        for base in state["source"].base_weights():
+            base.weight.copy_(base.weight.bfloat16())
 
 
 def publish(state: dict[str, Any], version: int, seed: int | None = None) -> bytes:

@@ -152,6 +152,19 @@ def test_readers_at_different_buckets(writer: RingWriter, attach: Attach) -> Non
     assert is_whole(third.take(0, timeout_s=0), 0)
 
 
+@pytest.mark.parametrize("half", [0, 1])
+def test_either_half_alone_serves(writer: RingWriter, attach: Attach, half: int) -> None:
+    pins, asks = attach(), attach()
+    in_half = {make(writer, bucket): bucket for bucket in (0, 1)}
+    pins.take(in_half[1 - half])
+    for bucket in (2, 3, 4):
+        asks.ask(bucket)
+        assert writer.wait_wanted(0) == [bucket]
+        assert make(writer, bucket) == half
+        asks.take(bucket)
+        asks.release()
+
+
 def test_nothing_is_wanted_while_nobody_asks(writer: RingWriter, reader: RingReader) -> None:
     assert writer.wait_wanted(SHORT_S) == []
     reader.ask(3)
@@ -234,6 +247,22 @@ def test_an_ask_that_comes_while_a_half_is_hidden_keeps_the_bucket(
     monkeypatch.setattr(writer._page, "hide", ask_then_hide)
     assert writer.begin(2) is None
     assert is_whole(late.take(0, timeout_s=0), 0)
+
+
+def test_an_interrupted_begin_changes_nothing(
+    writer: RingWriter, reader: RingReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(half: int) -> None:
+        raise KeyboardInterrupt
+
+    make(writer, 0)
+    make(writer, 1)
+    monkeypatch.setattr(writer._arena, "live_holders", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer.begin(2)
+    for bucket in (0, 1):
+        assert is_whole(reader.take(bucket, timeout_s=0), bucket)
+        reader.release()
 
 
 def test_an_abandoned_bucket_is_wanted_again(writer: RingWriter, reader: RingReader) -> None:

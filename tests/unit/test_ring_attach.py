@@ -35,6 +35,8 @@ BUCKETS = 7
 SPEC = bytes(range(32))
 RANK = 3
 SHORT_S = 0.02
+NOTE_WORDS = 88
+"""Offset on the control page."""
 SESSION, ASK = 16, 24
 """Offsets in a reader's line."""
 
@@ -67,6 +69,9 @@ def alter(writer: RingWriter, offset: int, value: bytes) -> None:
 
 def word(value: int) -> bytes:
     return struct.pack("<Q", value)
+
+
+POISONS = [word(value) for value in (1, 3, 2**32, 2**63, 2**64 - 1)]
 
 
 def open_descriptors_and_mappings() -> tuple[int, int]:
@@ -106,6 +111,13 @@ def test_arenas_and_rings_are_told_apart(writer: RingWriter) -> None:
         RingReader(arena.handle, SPEC, BUCKET_BYTES, 0)
 
 
+@pytest.mark.parametrize("poison", POISONS)
+def test_an_altered_number_of_notes(writer: RingWriter, poison: bytes) -> None:
+    alter(writer, NOTE_WORDS, poison)
+    with pytest.raises(LayoutMismatch, match="note_words is"):
+        RingReader(writer.handle, SPEC, BUCKET_BYTES, NOTES)
+
+
 def test_another_ring_under_a_reused_descriptor(writer: RingWriter) -> None:
     handle = msgspec.structs.replace(writer.handle, token=bytes(16))
     with pytest.raises(TransportUnavailable, match="token differs"):
@@ -127,9 +139,6 @@ def test_a_ring_without_bytes_or_notes() -> None:
 
 
 # Altered words
-
-
-POISONS = [word(value) for value in (1, 3, 2**32, 2**63, 2**64 - 1)]
 
 
 @pytest.mark.parametrize("poison", POISONS)

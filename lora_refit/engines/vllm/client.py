@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +14,7 @@ from vllm.lora.request import LoRARequest
 from lora_refit.engines.vllm import bounded, rpc
 from lora_refit.engines.vllm.merge_protocol import MergeProtocol
 from lora_refit.engines.vllm.protocol import Protocol
-from lora_refit.engines.vllm.steps import Step, Steps
+from lora_refit.engines.vllm.steps import Step, Steps, reset_caches
 from lora_refit.errors import CommitFailed, LayoutMismatch, RefitError
 from lora_refit.report import AttachReport, Attestation, RefitReport
 from lora_refit.spec import Spec, Ticket
@@ -91,6 +92,18 @@ class RefitEngine:
             return self._run(self._protocol.refit(ticket, running))
         return self._run(self._protocol.refit(ticket, self._running_ids()))
 
+    def load_base(self, path: str | Path) -> None:
+        """Load a checkpoint folder into the running engine: the initial sync of one that was started
+        with dummy weights. `publisher.base_state(path)` writes it.
+
+        Before `attach`, and while no request runs. Every worker must be able to read the folder.
+        Raises LayoutMismatch for no checkpoint, CommitFailed for one that is incomplete or could not
+        be loaded; then load another before anything is served.
+        """
+        if self._attached:
+            raise LayoutMismatch("close this RefitEngine before another base is loaded")
+        self._run(_load_base(str(path), self._llm.llm_engine.get_num_unfinished_requests()))
+
     def lora_request(self) -> LoRARequest | None:
         """The request object of the live version, for `llm.generate(..., lora_request=...)`.
 
@@ -158,7 +171,7 @@ class RefitEngine:
             adapter=self._protocol.adapter,
             owner=self._owner,
             id=call_id,
-            mode=self._protocol.mode,
+            mode=call.mode or self._protocol.mode,
         )
         data = msgspec.msgpack.encode(envelope)
         try:
@@ -190,3 +203,17 @@ class RefitEngine:
         if resources is None:  # the engine runs in this process
             return rpc_call()
         return bounded.call(rpc_call, lambda: bool(resources.engine_dead), timeout_s)
+
+
+def _load_base(path: str, running: int) -> Steps[None]:
+    if running:
+        raise CommitFailed(
+            f"{running} requests are running, and would go on with other weights; wait until they "
+            "have finished, or abort them"
+        )
+    request = msgspec.msgpack.encode(rpc.LoadBaseRequest(path))
+    replies = yield rpc.Call("load", request, mode="base")
+    for reply in replies:
+        if reply.error:
+            raise reply.exception()
+    yield from reset_caches()

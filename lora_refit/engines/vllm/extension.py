@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from lora_refit.engines.vllm import rpc
+from lora_refit.engines.vllm.base_load import WorkerBase
 from lora_refit.engines.vllm.merge_worker import WorkerMerge
 from lora_refit.engines.vllm.state import WorkerState
 from lora_refit.engines.vllm.worker import WorkerRefit
@@ -36,7 +37,12 @@ class WorkerExtension:
 
 
 def _state_for(worker: Any, call: rpc.Call) -> WorkerState:
-    return merge_state_of(worker) if call.mode == "merged" else state_of(worker, call.adapter)
+    match call.mode:
+        case "merged":
+            return merge_state_of(worker)
+        case "base":
+            return WorkerBase(worker)
+    return state_of(worker, call.adapter)
 
 
 def state_of(worker: Any, adapter: str = "policy") -> WorkerRefit:
@@ -45,13 +51,12 @@ def state_of(worker: Any, adapter: str = "policy") -> WorkerRefit:
         worker._lora_refit_states = {}
     states: dict[str, WorkerRefit] = worker._lora_refit_states
     if adapter not in states:
-        manager = getattr(worker.model_runner, "lora_manager", None)
-        if manager is None:
+        if getattr(worker.model_runner, "lora_manager", None) is None:
             raise LayoutMismatch(
                 "the engine was started without LoRA; pass enable_lora=True, or build the "
                 'Publisher with mode="merged"'
             )
-        states[adapter] = WorkerRefit(manager, int(worker.rank))
+        states[adapter] = WorkerRefit(worker)
     return states[adapter]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from lora_refit.engines.vllm import rpc
 from lora_refit.engines.vllm.protocol import Live, check_name
-from lora_refit.engines.vllm.steps import Steps, ask, call, check_ticket, tell
+from lora_refit.engines.vllm.steps import Steps, ask, call, check_ticket, reset_caches, tell
 from lora_refit.errors import CommitFailed, NotCommitted, RefitError
 from lora_refit.kernels import MERGE_SUMS_DTYPE
 from lora_refit.report import AttachReport, Attestation, Fidelity, RefitReport
@@ -176,11 +176,7 @@ class MergeProtocol:
             yield rpc.EngineCall("finish_weight_update")
             request = rpc.MergeCommitRequest(ticket.sequence, ticket.version)
             loaded = yield from ask("commit", request, rpc.MergeCommitAnswer)
-            # Prefixes that were computed with other weights must not be reused.
-            (was_reset,) = yield rpc.DriverCall("reset_prefix_cache")
-            if was_reset is False:
-                raise CommitFailed("vLLM did not reset its prefix cache")
-            yield rpc.DriverCall("reset_encoder_cache")
+            yield from reset_caches()
         except RefitError as error:
             self.poisoned = str(error)
             yield from tell("abort", rpc.Nothing())

@@ -17,7 +17,8 @@ class Call(msgspec.Struct, frozen=True):
     """method: of the worker; body: its encoded request.
 
     adapter: the name of what is refitted. owner: the driver's handle, which alone may refit it.
-    id: repeated by the replies. mode: "adapter" or "merged", which state machine of the worker.
+    id: repeated by the replies. mode: which state machine of the worker: "adapter", "merged" or
+    "base".
     """
 
     method: str
@@ -25,7 +26,7 @@ class Call(msgspec.Struct, frozen=True):
     adapter: str = ""
     owner: str = ""
     id: int = 0
-    mode: str = "adapter"
+    mode: str = ""
 
 
 class EngineCall(msgspec.Struct, frozen=True):
@@ -124,6 +125,12 @@ class CommitAnswer(msgspec.Struct, frozen=True):
     launches: int
     allocations: int
     scatter_ms: float
+
+
+class LoadBaseRequest(msgspec.Struct, frozen=True):
+    """path: a checkpoint folder that every worker can read."""
+
+    path: str
 
 
 class MergeAttachRequest(msgspec.Struct, frozen=True):

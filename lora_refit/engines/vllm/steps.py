@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from lora_refit.engines.vllm import rpc
-from lora_refit.errors import LayoutMismatch, NotCommitted, RefitError, StaleArena
+from lora_refit.errors import CommitFailed, LayoutMismatch, NotCommitted, RefitError, StaleArena
 from lora_refit.spec import Spec, Ticket
 
 T = TypeVar("T")
@@ -37,6 +37,14 @@ def tell(method: str, request: msgspec.Struct) -> Steps[None]:
     """Best effort, for clean-up: errors are the lesser news and are dropped."""
     with contextlib.suppress(RefitError):
         yield call(method, request)
+
+
+def reset_caches() -> Steps[None]:
+    """What was computed with other weights must not be reused. Raises CommitFailed."""
+    (was_reset,) = yield rpc.DriverCall("reset_prefix_cache")
+    if was_reset is False:
+        raise CommitFailed("vLLM did not reset its prefix cache; are requests running?")
+    yield rpc.DriverCall("reset_encoder_cache")
 
 
 def check_ticket(spec: Spec | None, ticket: Ticket) -> None:

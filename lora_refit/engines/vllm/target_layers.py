@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from lora_refit.engines.vllm.load_trace import LoadTrace, Parameter, Write, trace_loading
@@ -73,6 +77,7 @@ def find_targets(
         if qualified in tied:
             raise _tied_error(qualified, tied[qualified])
         _require_floats(writes)
+        _require_repacking(name, writes[0].parameter.layer)
         _require_whole(model, name, writes, trace)
     return tuple(
         TargetLayer(
@@ -88,8 +93,9 @@ def find_targets(
 def _tied_parameters(model: torch.nn.Module) -> dict[str, str]:
     """Name of every parameter that another module has too -> the other's name."""
     names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
+    for layer_name, layer in model.named_modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            names[id(parameter)].append(f"{layer_name}.{name}")
     groups = [group for group in names.values() if len(group) > 1]
     return {name: group[name == group[0]] for group in groups for name in group}
 
@@ -111,6 +117,20 @@ def _require_floats(writes: Sequence[Write]) -> None:
                 f"({parameter.dtype}), and the engine cannot quantise {write.weight} itself; serve "
                 "an unquantised checkpoint, with online quantisation if wanted, or use adapter mode"
             )
+
+
+def _require_repacking(layer_name: str, layer: Any) -> None:
+    """vLLM's CPU backend packs experts when they are first loaded, and not when they are reloaded:
+    it would multiply with unpacked weights as if they were packed."""
+    method = getattr(layer, "quant_method", None)
+    if (
+        isinstance(method, UnquantizedFusedMoEMethod)
+        and method.unquantized_backend is UnquantizedMoeBackend.CPU
+    ):
+        raise UnsupportedAdapter(
+            f"{layer_name}: on a CPU, vLLM does not pack experts again when they are reloaded; leave "
+            "the experts out of the adapter, or use adapter mode"
+        )
 
 
 def _require_whole(

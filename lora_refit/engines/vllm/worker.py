@@ -12,11 +12,13 @@ import torch
 
 from lora_refit.arena_set import ArenaSet
 from lora_refit.engines.vllm import rpc
+from lora_refit.engines.vllm.base_guard import require_same_base
 from lora_refit.engines.vllm.loader import Loader
 from lora_refit.engines.vllm.scatter import scatter_plan_of
 from lora_refit.engines.vllm.slot_map import SlotMap, trace_engine
 from lora_refit.engines.vllm.slots import Slots
 from lora_refit.engines.vllm.state import WorkerState
+from lora_refit.engines.vllm.weights import EngineWeights
 from lora_refit.errors import CommitFailed, LayoutMismatch, NotCommitted, StaleArena
 from lora_refit.kernels import CopyKernel, digest
 from lora_refit.plan import Plan
@@ -57,7 +59,8 @@ class Attached:
 class WorkerRefit(WorkerState):
     """The state machine of one adapter on one worker: attached, staged, committed."""
 
-    def __init__(self, lora_manager: Any, worker: int) -> None:
+    def __init__(self, worker: Any) -> None:
+        """worker: vLLM's, with LoRA."""
         super().__init__(
             {
                 "facts": (rpc.Nothing, self.facts),
@@ -70,8 +73,9 @@ class WorkerRefit(WorkerState):
                 "detach": (rpc.Nothing, self.detach),
             }
         )
-        self._worker = worker
-        self._loader = Loader(lora_manager)
+        self._worker = int(worker.rank)
+        self._base = EngineWeights.of_worker(worker)
+        self._loader = Loader(worker.model_runner.lora_manager)
         self._slots = Slots(self._loader.manager)
         self._attached: Attached | None = None
         self._candidate: Attached | None = None
@@ -97,6 +101,7 @@ class WorkerRefit(WorkerState):
         started = time.perf_counter()
         spec = Spec.from_bytes(request.spec)
         self._check_dtype(spec)
+        warnings = require_same_base(self._base.compare_bases(spec.layout.base))
         arenas = ArenaSet(spec, request.timeout_s, self._slots.device)
         try:
             slot_map = self._slot_map(spec, request)
@@ -116,7 +121,7 @@ class WorkerRefit(WorkerState):
             plan_digest=plan.digest,
             transport=arenas.transport,
             trace_ms=(time.perf_counter() - started) * 1e3,
-            warnings=self._warnings(),
+            warnings=warnings + self._warnings(),
         )
 
     def adopt(self, _: rpc.Nothing) -> rpc.Nothing:

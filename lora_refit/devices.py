@@ -74,6 +74,11 @@ def current_cuda_device() -> int:
     return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
+def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised memory on the device."""
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
 def zeroed_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     """uint8 [nbytes] on the device."""
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)

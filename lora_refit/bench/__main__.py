@@ -38,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_merge)
     command.add_argument("--quick", action="store_true", help="2 repetitions instead of 7")
     command.add_argument("--layers", type=int, default=1, help="layers of 8B shape, 436 MB each")
-    command.add_argument("--ranks", type=_lora_rank, nargs="+", default=[8, 16, 32, 64, 128])
+    command.add_argument(
+        "--ranks", type=_lora_rank, nargs="+", default=[8, 16, 32, 64, 128], help="LoRA ranks"
+    )
     command.add_argument("--json", type=Path, help="also write the result to this file")
     return parser
 

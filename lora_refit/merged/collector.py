@@ -15,7 +15,7 @@ import torch
 
 from lora_refit.arena import RingReader
 from lora_refit.arena_set import ArenaSet
-from lora_refit.devices import CPU
+from lora_refit.devices import CPU, new_tensor
 from lora_refit.errors import LayoutMismatch, StaleArena
 from lora_refit.kernels import BLOCK_DTYPE, MERGE_SUMS_DTYPE, BufferType, CopyKernel, digest
 from lora_refit.merged.layout import Bucket, Chunk, MergedLayout
@@ -207,7 +207,7 @@ class BucketCollector:
     def _new_tensor(self, weight: int) -> torch.Tensor:
         """Memory for a whole weight; counted until whoever it is given to lets go of it."""
         dtype: torch.dtype = getattr(torch, self._layout.dtype)
-        tensor = torch.empty(self._layout.weights[weight].shape, dtype=dtype, device=self._device)
+        tensor = new_tensor(self._layout.weights[weight].shape, dtype, self._device)
         self._count(tensor.nbytes)
         weakref.finalize(tensor, self._count, -tensor.nbytes)
         return tensor

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from lora_refit.collectives import ProcessGroup, all_gather_bytes, same_outcome
+from lora_refit.devices import new_tensor
 from lora_refit.kernels import (
     BLOCK_DTYPE,
     MERGE_SUMS_DTYPE,
@@ -34,7 +35,8 @@ class ExactRows:
 
     def __init__(self, inputs: MergeInputs, chunk: Chunk, *, product_only: bool = False) -> None:
         self._inputs = inputs
-        self._zeros = torch.zeros(chunk.cols * product_only, device=inputs.bases.device)
+        zeros = (chunk.cols if product_only else 0,)
+        self._zeros = new_tensor(zeros, torch.float32, inputs.bases.device).zero_()
         self._piece = inputs.pieces[chunk.piece]
         self._first = chunk.row - self._piece.piece.row
         self._shape = (chunk.rows, chunk.cols)
@@ -52,8 +54,8 @@ class ExactRows:
         return torch.from_numpy(self._piece.weight_rows[self._first : self._first + self._shape[0]])
 
     def scratch(self) -> torch.Tensor:
-        device = self._inputs.bases.device
-        return torch.empty(self._step, self._shape[1], dtype=torch.float32, device=device)
+        shape = (self._step, self._shape[1])
+        return new_tensor(shape, torch.float32, self._inputs.bases.device)
 
     def under(self, held: BaseWeight) -> torch.Tensor:
         """A copy of W under the chunk, [rows, cols]."""
@@ -112,8 +114,8 @@ class RowMerger(ABC):
         sums = np.zeros(len(self._weights[bucket]), MERGE_SUMS_DTYPE)
         digests = []
         for chunk in self._buckets[bucket]:
-            out = torch.empty(
-                chunk.rows, chunk.cols, dtype=self._inputs.dtype, device=self._inputs.bases.device
+            out = new_tensor(
+                (chunk.rows, chunk.cols), self._inputs.dtype, self._inputs.bases.device
             )
             found = self.merge_chunk(chunk, held[self.rows[chunk].base], sources, out)
             place = self._weights[bucket].index(chunk.weight)
@@ -155,14 +157,14 @@ class DoraMerger(RowMerger):
             if base.magnitude is not None
         }
         own = same_outcome(lambda: self._own_squares(adapters), self._group)
-        layout, device = self._inputs.layout, self._inputs.bases.device
+        layout = self._inputs.layout
         squares = [np.zeros(weight.shape[0]) for weight in layout.weights]
         for rank, data in enumerate(all_gather_bytes(own, self._group)):
             values = np.frombuffer(data, np.float64)
             for chunk in (chunk for bucket in layout.buckets for chunk in bucket.of_rank(rank)):
                 squares[chunk.weight][chunk.row : chunk.row + chunk.rows] += values[: chunk.rows]
                 values = values[chunk.rows :]
-        self._squares = [torch.from_numpy(total).to(device) for total in squares]
+        self._squares = [torch.from_numpy(total) for total in squares]
 
     def merge_chunk(
         self, chunk: Chunk, held: BaseWeight, sources: UintArray, out: torch.Tensor
@@ -170,6 +172,7 @@ class DoraMerger(RowMerger):
         rows = self.rows[chunk]
         magnitude = self._magnitudes[rows.base]
         squares = self._squares[chunk.weight][chunk.row : chunk.row + chunk.rows]
+        squares = squares.to(magnitude.device)
         return merge_rows(
             rows.filler(sources),
             rows.under(held),

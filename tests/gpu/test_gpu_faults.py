@@ -25,8 +25,8 @@ from lora_refit import _C, Publisher, Spec
 from lora_refit.arena import ArenaLayout, ArenaReader, ArenaWriter
 from lora_refit.arena import fd_server as fd_server_module
 from lora_refit.arena.fd_server import FdServer, receive_fd
-from lora_refit.devices import stream_handle
 from lora_refit.arena_set import ArenaSet
+from lora_refit.devices import stream_handle
 from lora_refit.errors import LayoutMismatch, TransportUnavailable
 from lora_refit.kernels import BLOCK_DTYPE, BufferType, CapturedCopy, CopyKernel
 from lora_refit.kernels.cuda import missing

@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from mutants import MutantWorkerExtension
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.utils import replace_parameter
-
-from mutants import MutantWorkerExtension
 
 
 class Int8OnlineLinear(OnlineLinearBase):

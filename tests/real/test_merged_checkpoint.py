@@ -17,11 +17,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lora_refit.collectives import all_gather_bytes, world
-from lora_refit.sources.full_model import BridgeModel
 from lora_refit.merged.checkpoint import MergedState
 from lora_refit.merged.magnitudes import gather_magnitudes
 from lora_refit.merged.pieces import BaseShard, adapted_weights, describe_shards, find_pieces
 from lora_refit.sources.base import PEFT_PREFIX, lora_scale
+from lora_refit.sources.full_model import BridgeModel
 from lora_refit.testing.megatron import PolicyConfig
 from lora_refit.testing.ranks import RankError, TrainerRanks
 from lora_refit.trace.export import trace_export

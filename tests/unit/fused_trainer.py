@@ -136,7 +136,12 @@ class FusedTrainer:
         )
         return ExportMap(self.described(), named, ())
 
-    def held(self, rank: int) -> list[BaseWeight]:
+    def magnitude(self, name: str) -> torch.Tensor:
+        """DoRA's magnitude of each row of a whole checkpoint weight, fp64 [rows]."""
+        rows = self.base()[f"{name}.weight"].shape[0]
+        return 1 + torch.arange(rows, dtype=torch.float64) / 128
+
+    def held(self, rank: int, dora: bool = False) -> list[BaseWeight]:
         found = []
         for index, module in enumerate(MODULES):
             rows = len(self.b[rank][index])
@@ -146,9 +151,24 @@ class FusedTrainer:
                     b=f"{module.name}.out",
                     weight=self.weights[rank][index],
                     first_row=0 if module.kind == COLUMN else rank * rows,
+                    magnitude=self._magnitude_shard(index, rank) if dora else None,
                 )
             )
         return found
+
+    def _magnitude_shard(self, index: int, rank: int) -> torch.Tensor:
+        """In the order of a rank's rows, found by splitting the numbers of its rows as its weight."""
+        module, shards = MODULES[index], []
+        for item in range(self.tensor_parallel):
+            rows = len(self.weights[item][index])
+            shards.append(
+                torch.arange(rows)[:, None] + (rows * item if module.kind == COLUMN else 0)
+            )
+        total = int(max(shard.max() for shard in shards)) + 1
+        values = torch.zeros(total)
+        for name, numbers in module.split(shards).items():
+            values[numbers[:, 0]] = self.magnitude(name).float()
+        return values[shards[rank][:, 0]].clone()
 
     def shards(self) -> list[BaseShard]:
         from lora_refit.merged.pieces import describe_shards

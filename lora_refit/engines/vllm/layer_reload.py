@@ -46,7 +46,11 @@ class LayerReload:
         layers = {target.name: target.module for target in targets}
         attention = [m for m in model.modules() if is_deferred_attention_layer(m)]
         self._layers = _SomeLayers([*layers.values(), *attention])
-        initialize_layerwise_reload(self._layers)
+        try:
+            initialize_layerwise_reload(self._layers)
+        except BaseException:
+            self.abort()
+            raise
         for target in targets:
             self._already_there[target.name] = _count_what_stays(target.module)
 

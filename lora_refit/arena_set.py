@@ -33,7 +33,7 @@ class ArenaSet:
     """The arenas of a publisher, mapped once.
 
     Entries are in the order of the export map's parameters: rank by rank. device: where they are
-    read. ranks: whose arenas; None for all.
+    read. ranks: whose entries are read; None for all.
     """
 
     def __init__(
@@ -48,18 +48,17 @@ class ArenaSet:
         self._layout_digest = spec.layout_digest
         self._readers: list[ArenaReader] = []
         spec.require_fitting_arenas()
-        handles = [item for item in spec.arenas if ranks is None or item.rank in ranks]
+        self._others: list[ArenaReader] = []
+        read = frozenset(range(len(spec.arenas))) if ranks is None else ranks
         try:
-            for handle in handles:
-                self._readers.append(
-                    ArenaReader(handle, spec.layout_digest, timeout_s, device=device)
-                )
+            for handle in spec.arenas:
+                reader = ArenaReader(handle, spec.layout_digest, timeout_s, device=device)
+                (self._readers if handle.rank in read else self._others).append(reader)
         except BaseException:
             self.close()
             raise
         parameters = spec.layout.export_map.parameters
-        mapped = {handle.rank for handle in handles}
-        self._mapped = np.flatnonzero([item.rank in mapped for item in parameters])
+        self._mapped = np.flatnonzero([item.rank in read for item in parameters])
         itemsize = spec.layout.itemsize
         self._nbytes = np.asarray(
             [math.prod(item.shape) * itemsize for item in parameters], np.uint64
@@ -71,6 +70,15 @@ class ArenaSet:
     def transport(self) -> str:
         """How the ranks' bytes reach this worker, each way once."""
         return ", ".join(dict.fromkeys(reader.transport for reader in self._readers))
+
+    def await_published(self, sequence: int, timeout_s: float) -> None:
+        """Wait until every rank, read or not, has published `sequence` or a later one.
+
+        Raises WriterTimeout naming the rank that has not.
+        """
+        deadline = time.perf_counter() + timeout_s
+        for reader in (*self._readers, *self._others):
+            reader.await_published(sequence, max(0.0, deadline - time.perf_counter()))
 
     def pin_and_verify(self, sequence: int, version: int, timeout_s: float) -> Verified:
         """Wait for a version on every rank, keep it from being overwritten, check its digests.
@@ -104,7 +112,7 @@ class ArenaSet:
         )
 
     def addresses(self) -> UintArray:
-        """Address of every parameter's entry in the pinned half, 0 for ranks that are not mapped."""
+        """Address of every parameter's entry in the pinned half, 0 for ranks that are not read."""
         assert self._pinned_half is not None
         return self._by_half[self._pinned_half]
 
@@ -115,7 +123,7 @@ class ArenaSet:
             reader.release()
 
     def close(self) -> None:
-        for reader in self._readers:
+        for reader in (*self._readers, *self._others):
             reader.close()
 
     def _entry_addresses(self, half: int) -> UintArray:

@@ -166,9 +166,9 @@ class Publisher:
         Raises ReaderTimeout if a worker still reads the half to be overwritten, LayoutMismatch if
         the parameters changed since tracing; earlier versions stay as they were.
 
-        In adapter mode this is local. In merged mode it waits for the ranks that share a weight
-        with this one, and takes back the version before: ReaderTimeout if a refit to that is under
-        way, WriterTimeout if a rank does not publish.
+        In adapter mode this is local. In merged mode it waits until every rank has published the
+        version, and then takes back the one before, so refit before you publish again: ReaderTimeout
+        if a refit to that is under way, WriterTimeout if a rank does not publish.
         """
         started = time.perf_counter()
         version = int(operator.index(version))  # index() alone returns True for True
@@ -176,8 +176,6 @@ class Publisher:
         self._sequence = sequence = self._sequence + 1
         if not -(2**63) <= version < 2**63:
             raise LayoutMismatch(f"version {version} does not fit in 64 bits")
-        if self._delivery is not None:
-            self._delivery.stop()
         self._source.settle()
         addresses = self._source_addresses()
         half = self._writer.begin(sequence)

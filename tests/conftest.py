@@ -40,7 +40,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     terminal = session.config.get_terminal_writer()
     while strays := _strays():
         for process in strays:
-            terminal.line(f"\nkilling stray process {process.pid} {process.name()}")
+            command = " ".join(process.cmdline())
+            terminal.line(f"\nkilling stray process {process.pid}: {command[:200]}")
             process.kill()
         psutil.wait_procs(strays)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,20 +83,23 @@ class ArenaReader:
         self._require_pinnable(sequence)
         half = sequence % HALVES
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        for _ in attempts(timeout_s):
-            # Looked at first: a trainer may publish and end between the two looks.
-            writer_alive = self._arena.writer_is_alive()
+        for _ in self._attempts(sequence, timeout_s):
             if self._try_pin(half, sequence):
                 return self._pinned_contents(half, sequence, version)
-            if not writer_alive:
-                raise WriterTimeout(
-                    f"{self._trainer} is gone before it published sequence {sequence}; "
-                    "restart the trainer and attach again"
-                )
-        raise WriterTimeout(
-            f"{self._trainer} did not publish sequence {sequence} within {timeout_s} s; its half "
-            f"{half} is {self._page.state(half)}; call publish on every rank, or see what it does"
-        )
+        raise self._unpublished(sequence, timeout_s)
+
+    def await_published(self, sequence: int, timeout_s: float | None = None) -> None:
+        """Wait until `sequence` or a later one is published, without a pin.
+
+        Raises:
+            WriterTimeout: it was not published in time, or the trainer is gone.
+        """
+        self._mapped.require_usable(self._name)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        for _ in self._attempts(sequence, timeout_s):
+            if self._page.newest()[0] >= sequence:
+                return
+        raise self._unpublished(sequence, timeout_s)
 
     def release(self) -> None:
         """Let the trainer overwrite what is pinned; all reads must have finished."""
@@ -117,6 +121,25 @@ class ArenaReader:
     def close(self) -> None:
         """Release, detach and unmap; in a forked child only unmap. May be called again."""
         self._arena.close()
+
+    def _attempts(self, sequence: int, timeout_s: float) -> Iterator[None]:
+        """Looks at what the trainer published. Raises WriterTimeout once it is gone."""
+        for _ in attempts(timeout_s):
+            # Looked at first: a trainer may publish and end between the two looks.
+            writer_alive = self._arena.writer_is_alive()
+            yield
+            if not writer_alive:
+                raise WriterTimeout(
+                    f"{self._trainer} is gone before it published sequence {sequence}; "
+                    "restart the trainer and attach again"
+                )
+
+    def _unpublished(self, sequence: int, timeout_s: float) -> WriterTimeout:
+        half = sequence % HALVES
+        return WriterTimeout(
+            f"{self._trainer} did not publish sequence {sequence} within {timeout_s} s; its half "
+            f"{half} is {self._page.state(half)}; call publish on every rank, or see what it does"
+        )
 
     def _require_pinnable(self, sequence: int) -> None:
         if self._pinned:

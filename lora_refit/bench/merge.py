@@ -6,13 +6,13 @@ All contenders work on the same weights, far more than caches hold, and take tur
   measures fidelity in one launch.
 - Megatron-Bridge: its own `_merge_single_adapter_weight` for every checkpoint tensor, given weights
   and factors that are gathered and split already, which its export would do first. It makes several
-  temporaries for each tensor; glibc is told to keep freed memory for them, as GPU allocators do.
-  What Bridge takes without that, in fresh pages, is measured at the end.
+  temporaries for each tensor. Here glibc keeps freed memory for them, as GPU allocators do; with
+  its default, fresh pages for each, Bridge takes several times as long.
 - lora_refit copy: moves and digests the same weights without merging.
 - torch copy_: the same bytes, contiguous, without a digest.
 
-The products alone are what rank costs at the margin: the difference between merges of two ranks.
-No merge that makes them on these cores is faster, so they bound what can be reached.
+The products alone are what rank costs at the margin, the difference between merges of two ranks: all
+else in a merge does not depend on it. They bound what a merge on these cores can reach.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ BRIDGE = "Megatron-Bridge"
 COPY = "lora_refit copy"
 TORCH = "torch copy_"
 PRODUCTS = "products alone"
-FRESH = "Megatron-Bridge, fresh pages"
-FRESH_REPETITIONS = 2
 BRIDGE_AIM = 4.0
 COPY_AIM, COPY_AIM_RANK = 1.5, 16
 
@@ -87,7 +85,6 @@ class Result(msgspec.Struct):
     load_after: float
     timings: list[Timing]
     ratios: list[Ratios]
-    fresh_pages: list[Timing]
 
 
 def run(scenario: Scenario, console: Console) -> Result:
@@ -96,15 +93,15 @@ def run(scenario: Scenario, console: Console) -> Result:
     # Idle OpenMP threads that spin would take the cores from whoever's turn is next.
     os.environ["OMP_WAIT_POLICY"] = "passive"
     torch.set_num_threads(THREADS)
-    keep_freed_memory(True)
+    keep_freed_memory()
     megatron_cpu.enable()
     load_before = _load()
     console.print("filling weights ...")
     weights = Weights(scenario.layers)
     with Progress(console=console, transient=True) as progress:
-        turns = (scenario.repetitions + 1) * len(scenario.lora_ranks) + FRESH_REPETITIONS + 1
+        turns = (scenario.repetitions + 1) * len(scenario.lora_ranks)
         task = progress.add_task("measuring", total=turns)
-        timings, fresh = _measure(scenario, weights, lambda: progress.advance(task))
+        timings = _measure(scenario, weights, lambda: progress.advance(task))
     return Result(
         layers=scenario.layers,
         weight_bytes=weights.nbytes,
@@ -114,14 +111,10 @@ def run(scenario: Scenario, console: Console) -> Result:
         load_after=_load(),
         timings=timings,
         ratios=[_ratios(lora_rank, timings) for lora_rank in scenario.lora_ranks],
-        fresh_pages=fresh,
     )
 
 
-def _measure(
-    scenario: Scenario, weights: Weights, advance: Callable[[], None]
-) -> tuple[list[Timing], list[Timing]]:
-    """Of all ranks, and of the last one with fresh pages for Megatron-Bridge."""
+def _measure(scenario: Scenario, weights: Weights, advance: Callable[[], None]) -> list[Timing]:
     timings: list[Timing] = []
     marginal = {str(lora_rank): weights.merger(lora_rank)[0] for lora_rank in MARGINAL_RANKS}
     for lora_rank in scenario.lora_ranks:
@@ -130,9 +123,7 @@ def _measure(
         samples = _take_turns(contenders | marginal, scenario.repetitions, advance)
         samples[PRODUCTS] = _products(lora_rank, *(samples.pop(name) for name in marginal))
         timings += _timings(lora_rank, samples, weights)
-    keep_freed_memory(False)
-    samples = _take_turns({OURS: ours, FRESH: bridge}, FRESH_REPETITIONS, advance)
-    return timings, _timings(lora_rank, samples, weights)
+    return timings
 
 
 def _products(lora_rank: int, low: list[float], high: list[float]) -> list[float]:
@@ -200,7 +191,7 @@ def _times(result: Result) -> Table:
     )
     for column in ("rank", "contender", "median ms", "range ms", "GB/s"):
         table.add_column(column)
-    for timing in [*result.timings, *result.fresh_pages]:
+    for timing in result.timings:
         table.add_row(
             str(timing.lora_rank),
             timing.contender,

@@ -12,8 +12,7 @@ from lora_refit.bench import layer
 from lora_refit.kernels import BufferType, CopyKernel, MergeKernel
 
 ALPHA_OVER_RANK = 2
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
-_LARGEST_HEAP_BLOCK = 32 << 20  # where glibc's own adjustment of M_MMAP_THRESHOLD ends
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 class Weights:
@@ -78,16 +77,12 @@ class Weights:
         return [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
 
 
-def keep_freed_memory(keep: bool) -> None:
-    """Whether glibc reuses large freed blocks, or, its default, asks the system for fresh ones."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_MAX, 0 if keep else 65536)
-    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
-    libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1 if keep else 2 * _LARGEST_HEAP_BLOCK)
-    if not keep:
-        libc.malloc_trim(0)
+def keep_freed_memory() -> None:
+    """Let glibc reuse large freed blocks, instead of asking the system for fresh pages each time."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _bridge_merge(

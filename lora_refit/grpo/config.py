@@ -8,6 +8,8 @@ from pathlib import Path
 from lora_refit.grpo.tasks import TASKS
 from lora_refit.testing.megatron import PolicyConfig
 
+REFIT_MODES = ("adapter", "merged")
+
 
 @dataclass(frozen=True)
 class GrpoConfig:
@@ -20,6 +22,7 @@ class GrpoConfig:
     stop_reward: end early once the mean reward of three successive steps reaches it.
     engine_tensor_parallel, engine_threads: of vLLM; the trainer waits while it generates.
     trainer_threads: torch threads of each trainer rank; None shares the cores among the ranks.
+    refit_mode: "adapter" serves the policy as LoRA, "merged" in the engine's own weights.
     """
 
     model: Path
@@ -46,10 +49,13 @@ class GrpoConfig:
     trainer_threads: int | None = None
     engine_tensor_parallel: int = 1
     engine_threads: int = 2
+    refit_mode: str = "adapter"
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ValueError(f"task {self.task!r}: choose one of {sorted(TASKS)}")
+        if self.refit_mode not in REFIT_MODES:
+            raise ValueError(f"refit_mode {self.refit_mode!r}: choose one of {REFIT_MODES}")
         if self.samples_per_prompt < 2:
             raise ValueError(
                 f"samples_per_prompt={self.samples_per_prompt}: advantages compare the samples of "

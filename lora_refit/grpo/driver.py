@@ -41,7 +41,8 @@ def train(
         config.policy, config.learning_rate, config.max_grad_norm, config.micro_batch_rows
     )
     source = lora_refit.MegatronSource(policy.chunks, bridge=policy.bridge)
-    with lora_refit.Publisher(source, dtype=getattr(torch, config.dtype)) as publisher:
+    dtype = getattr(torch, config.dtype)
+    with lora_refit.Publisher(source, dtype, mode=config.refit_mode) as publisher:
         loop = _Loop(config, policy, publisher)
         try:
             return loop.run(on_step)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from lora_refit.grpo.config import GrpoConfig
+from lora_refit.grpo.config import REFIT_MODES, GrpoConfig
 from lora_refit.grpo.tasks import TASKS
 
 TINY_OVERRIDES: dict[str, Any] = {
@@ -139,4 +139,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pipeline-parallel", type=int, help="Megatron pipeline stages")
     parser.add_argument("--sequence-parallel", action="store_const", const=True)
     parser.add_argument("--engine-tensor-parallel", type=int, help="vLLM workers")
+    parser.add_argument("--refit-mode", choices=REFIT_MODES, help="default: adapter")
     return parser

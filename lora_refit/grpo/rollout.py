@@ -93,13 +93,20 @@ class RolloutEngine:
         return results
 
 
+def _mode_settings(config: GrpoConfig) -> dict[str, Any]:
+    """How an engine is started for a mode of refits."""
+    if config.refit_mode == "merged":
+        return {"enable_lora": False, "weight_transfer_config": {"backend": "lora_refit"}}
+    rank = _engine_lora_rank(config.lora_rank)
+    return {"enable_lora": True, "max_loras": 2, "max_lora_rank": rank}
+
+
 def _start_vllm(config: GrpoConfig) -> Any:
     rows = config.prompts_per_step * config.samples_per_prompt
     settings: dict[str, Any] = {
-        "max_lora_rank": _engine_lora_rank(config.lora_rank),
-        "max_loras": 2,
         "max_num_seqs": rows,
         "max_model_len": 256,
+        **_mode_settings(config),
     }
     if torch.cuda.is_available():
         from vllm import LLM
@@ -108,7 +115,6 @@ def _start_vllm(config: GrpoConfig) -> Any:
             model=str(config.model),
             dtype=config.dtype,
             tensor_parallel_size=config.engine_tensor_parallel,
-            enable_lora=True,
             worker_extension_cls="lora_refit.vllm.WorkerExtension",
             gpu_memory_utilization=0.4,  # the trainer shares the device
             **settings,

@@ -30,7 +30,7 @@ class Merger(Protocol):
 class Delivery:
     """One rank's bucket ring and who fills it.
 
-    adapters: arenas of all ranks whose shards this rank's merges read. buckets: their number. With
+    adapters: arenas of all ranks; it reads those of ranks whose shards this rank merges. buckets: their number. With
     more buckets than the ring has halves a thread merges those that engines ask for, so the base
     must stay in place until the refit is done.
     """
@@ -53,20 +53,20 @@ class Delivery:
         self._thread: threading.Thread | None = None
         self._end = threading.Event()
 
-    def stop(self) -> None:
-        """Let go of the version that is offered. Raises ReaderTimeout while an engine is between the
-        start and the end of a refit to it."""
+    def start(self, sequence: int, version: int, stream: object | None) -> None:
+        """Offer a version in the place of the one before, once all ranks have published it.
+
+        Until then the one before is served: a rank that runs ahead must not take it from an engine
+        that another rank, or whoever it waits for, is refitting.
+        Returns when all buckets are merged if they fit the ring, otherwise at once.
+        Raises WriterTimeout for a rank that does not publish, ReaderTimeout while an engine is in
+        the middle of a refit to the version before, and what merging raises; engines that ask are
+        told that too.
+        """
+        self._adapters.await_published(sequence, self._timeout_s)
         self._ring.wait_idle()
         self._end_thread()
         self._adapters.release()
-
-    def start(self, sequence: int, version: int, stream: object | None) -> None:
-        """Offer a version whose adapter shards all ranks publish.
-
-        Returns when all buckets are merged if they fit the ring, otherwise at once.
-        Raises WriterTimeout or StaleArena for a rank that does not publish, and what merging
-        raises; engines that ask are told the same.
-        """
         self._ring.offer(sequence, self._buckets)
         try:
             self._adapters.pin_and_verify(sequence, version, self._timeout_s)

@@ -103,6 +103,7 @@ def test_a_killed_reader_holds_up_nothing(doing: str) -> None:
         assert writer.wanted() == []
         assert make(writer, 1, 4)
         assert make(writer, 1, 5)
+        assert writer.resident() == {4, 5}, "both halves are free again"
         writer.wait_idle()
         writer.offer(2, BUCKETS)
         with contextlib.closing(attach(writer.handle)) as successor, serving(writer, 2):

@@ -38,6 +38,10 @@ def run_losing_one_refit(state: dict[str, Any], config: GrpoConfig) -> RunReport
         return train(config)
 
 
+def train_here(state: dict[str, Any], config: GrpoConfig) -> RunReport | None:
+    return train(config)
+
+
 def test_reward_rises_and_the_engine_follows(checkpoint: Path) -> None:
     """Each step samples from the policy of that step, as the trainer itself scores it.
 
@@ -75,3 +79,24 @@ def test_reward_rises_and_the_engine_follows(checkpoint: Path) -> None:
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1
     assert report.steps[0].kl == 0.0
     assert report.steps[-1].kl > 1e-3
+
+
+def test_the_engine_follows_in_merged_mode(checkpoint: Path) -> None:
+    """The same loop with an engine that knows no LoRA: only the mode differs."""
+    config = GrpoConfig(
+        model=checkpoint,
+        task="letters",
+        steps=3,
+        max_new_tokens=6,
+        learning_rate=1e-2,
+        tensor_parallel=2,
+        engine_threads=1,
+        refit_mode="merged",
+    )
+    with TrainerRanks(config.trainer_ranks) as ranks:
+        report, _ = ranks.call(train_here, config)
+    for step in report.steps:
+        print(f"step {step.step} reward {step.reward:.3f} gen_kl_error {step.gen_kl_error:.1e}")
+        assert step.version == step.step
+        assert step.gen_kl_error < 1e-9
+        assert step.token_prob_error < 1e-5

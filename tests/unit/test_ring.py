@@ -171,6 +171,8 @@ def test_nothing_is_wanted_while_nobody_asks(writer: RingWriter, reader: RingRea
     assert writer.wait_wanted(LONG_S) == [3]
     reader.end()
     assert writer.wait_wanted(SHORT_S) == []
+    reader.open(1)
+    assert writer.wanted() == [], "a new session starts without asks"
 
 
 def test_a_take_that_ends_without_a_bucket_asks_no_longer(
@@ -214,6 +216,23 @@ def test_a_bucket_asked_for_ahead_gives_way_to_a_long_wait_only(
     assert writer.wanted() == [1]
     assert is_whole(third.take(2, timeout_s=0), 2)
     assert writer.begin(1) is None
+
+
+def test_what_nobody_asks_for_goes_first_and_then_the_oldest(
+    writer: RingWriter, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_demand, "PATIENCE_S", -1.0)
+    ahead, other = attach(), attach()
+    ahead.ask(0)
+    for bucket in (0, 1):
+        make(writer, bucket)
+    wait_for(other, 2)
+    make(writer, 2)
+    assert writer.resident() == {0, 2}
+    ahead.ask(6)
+    wait_for(other, 3)
+    make(writer, 3)
+    assert writer.resident() == {2, 3}
 
 
 def test_a_bucket_that_is_waited_for_stays(
@@ -434,6 +453,24 @@ def test_a_session_begins_with_its_publication(writer: RingWriter, attach: Attac
     offer.join()
     with pytest.raises(StaleArena, match="has a session of publication 2; end it before"):
         reader.open(3)
+
+
+def test_a_session_that_comes_too_late_is_none(writer: RingWriter, attach: Attach) -> None:
+    """The publication is hidden between the reader's look and its announcement."""
+    reader = attach()
+    reader.end()
+    announce = reader._words.announce_session
+
+    def idle_then_announce(index: int, publication: int) -> None:
+        writer.wait_idle()
+        announce(index, publication)
+
+    reader._words.announce_session = idle_then_announce  # type: ignore[method-assign]
+    with pytest.raises(StaleArena, match="publication 1 was withdrawn"):
+        reader.open(1)
+    with pytest.raises(StaleArena, match="has no session"):
+        reader.take(0)
+    writer.wait_idle()
 
 
 @pytest.mark.parametrize("wait", ["_wait_for_pins", "_wait_for_sessions"])

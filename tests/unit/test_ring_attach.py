@@ -57,10 +57,11 @@ def reader(writer: RingWriter) -> Iterator[RingReader]:
         yield reader
 
 
-def make(writer: RingWriter, bucket: int) -> None:
+def make(writer: RingWriter, bucket: int) -> int:
     half = writer.begin(bucket)
     assert half is not None
     writer.publish(bucket, half, bucket, np.zeros(NOTES))
+    return half
 
 
 def alter(writer: RingWriter, offset: int, value: bytes) -> None:
@@ -179,6 +180,17 @@ def test_altered_half_headers_move_no_access(
     assert writer.resident() == {0, 1}
     make(writer, 5)
     assert reader.take(5).digest == 5
+
+
+@pytest.mark.parametrize("sequence", [1, 3, 2**63, 2**64 - 2])
+def test_a_sequence_that_is_not_of_its_half_is_not_pinned(
+    writer: RingWriter, reader: RingReader, sequence: int
+) -> None:
+    """Its pin would keep the other half, or none."""
+    half = make(writer, 0)
+    alter(writer, HALF_HEADERS_OFFSET + 64 * half, word(sequence + half))
+    with pytest.raises(WriterTimeout, match="did not make bucket 0"):
+        reader.take(0)
 
 
 @pytest.mark.parametrize("poison", POISONS)

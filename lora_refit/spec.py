@@ -102,6 +102,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
             f"{len(export_map.parameters)} parameters of {len(self.arenas)} trainer ranks, "
             f"{self.layout.dtype}"
         ]
+        if self.layout.merged is not None:
+            merged = self.layout.merged
+            lines.append(
+                f"merged: {len(merged.weights)} weights, {merged.total_bytes} bytes of "
+                f"{merged.dtype} in {len(merged.pieces)} pieces and {len(merged.buckets)} buckets"
+            )
         for factor in export_map.factors[:limit]:
             sources = dict.fromkeys(export_map.parameters[c.tensor].label for c in factor.cells)
             lines.append(f"  {factor.name} {list(factor.shape)} <- {'; '.join(sources)}")

@@ -18,7 +18,8 @@ class BaseShards:
     """The base weights under a rank's adapters, as MergeKernel sources.
 
     used: which of `source.base_weights()` are merged; the others are left alone.
-    Raises UnsupportedAdapter, naming the module, for a base that is stored in anything but floats.
+    Raises UnsupportedAdapter, naming the module, for a base that is stored in anything but floats,
+    and what `now` raises.
     """
 
     def __init__(self, source: Source, used: frozenset[int], device: torch.device) -> None:
@@ -36,6 +37,7 @@ class BaseShards:
             for index, base in enumerate(held)
         )
         self.widths = tuple(0 if base.weight is None else base.weight.shape[-1] for base in held)
+        self.now()
 
     def now(self) -> Sequence[BaseWeight]:
         """The live base weights.

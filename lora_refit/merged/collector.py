@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lora_refit.arena import RingReader
+from lora_refit.arena import RingReader, Taken
 from lora_refit.arena_set import ArenaSet
 from lora_refit.devices import CPU, new_tensor
 from lora_refit.errors import LayoutMismatch, StaleArena
@@ -127,15 +127,14 @@ class BucketCollector:
         staged.
         """
         copy = self._copies[bucket]
-        addresses = self._pin(bucket, self._digests[bucket])
+        following = bucket + 1 if bucket + 1 < self.buckets else None
+        addresses = self._pin(bucket, self._digests[bucket], following)
         for weight in copy.weights:
             if weight not in self._partial:
                 self._partial[weight] = self._new_tensor(weight)
         targets = [self._partial[weight].data_ptr() for weight in copy.weights]
         copy.kernel.run(addresses, np.asarray(targets, np.uint64))
         self._release()
-        if bucket + 1 < self.buckets:
-            self._ask(bucket + 1)
         for weight in copy.completes:
             yield self._layout.weights[weight].name, self._partial.pop(weight)
 
@@ -158,7 +157,7 @@ class BucketCollector:
         for number, bucket in enumerate(self._layout.buckets):
             found: dict[int, int] = {}
             for rank, chunks in self._ranks_of(bucket):
-                taken = self._rings[rank].take(number, self._timeout_s)
+                taken = self._take(rank, number, (number + 1) % self.buckets)
                 self._check(chunks, taken.address, taken.digest, rank, number)
                 found[rank] = taken.digest
                 weights = list(bucket.weights_of(rank))
@@ -166,14 +165,13 @@ class BucketCollector:
                     sums[name][weights] += sums_of_words(taken.notes, len(weights))[name]
             self._digests.append(found)
             self._release()
-            self._ask((number + 1) % self.buckets)
         return sums
 
-    def _pin(self, number: int, expected: dict[int, int]) -> UintArray:
+    def _pin(self, number: int, expected: dict[int, int], following: int | None) -> UintArray:
         """Pin a bucket on every rank and check it again; returns the addresses of its chunks."""
         addresses = []
         for rank, chunks in self._ranks_of(self._layout.buckets[number]):
-            taken = self._rings[rank].take(number, self._timeout_s)
+            taken = self._take(rank, number, following)
             if taken.digest != expected[rank]:
                 raise StaleArena(
                     f"trainer rank {rank}, bucket {number}: merged to other bytes than when it was "
@@ -199,10 +197,12 @@ class BucketCollector:
         for ring in self._rings.values():
             ring.release()
 
-    def _ask(self, number: int) -> None:
-        """Have a bucket merged while the one before is being loaded."""
-        for rank, _ in self._ranks_of(self._layout.buckets[number]):
-            self._rings[rank].ask(number)
+    def _take(self, rank: int, number: int, following: int | None) -> Taken:
+        """Pin a rank's bucket, and have it merge the next one while this one is worked on."""
+        taken = self._rings[rank].take(number, self._timeout_s)
+        if following is not None and self._layout.buckets[following].of_rank(rank):
+            self._rings[rank].ask(following)
+        return taken
 
     def _new_tensor(self, weight: int) -> torch.Tensor:
         """Memory for a whole weight; counted until whoever it is given to lets go of it."""

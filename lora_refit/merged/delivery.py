@@ -12,8 +12,9 @@ from lora_refit.arena_set import ArenaSet
 from lora_refit.errors import RefitError
 from lora_refit.merged.merger import MergedBucket, UintArray, words_of_sums
 
-_NAP_S = 0.02
-"""How long the serving thread waits for engines before it looks whether it shall end."""
+_FIRST_NAP_S = 50e-6
+_LONGEST_NAP_S = 20e-3
+"""Between two looks at what engines ask for; the second one while nobody asks for long."""
 
 _log = logging.getLogger(__name__)
 
@@ -101,9 +102,12 @@ class Delivery:
 
     def _serve_until_the_end(self) -> None:
         try:
-            while not self._end.is_set():
-                for bucket in self._ring.wait_wanted(_NAP_S):
+            nap = _FIRST_NAP_S
+            while not self._end.wait(nap):
+                wanted = self._ring.wait_wanted(0)
+                for bucket in wanted:
                     self._serve(bucket, None)
+                nap = _FIRST_NAP_S if wanted else min(2 * nap, _LONGEST_NAP_S)
         except Exception as error:
             expected = isinstance(error, RefitError)
             _log.error("delivery of merged weights ended: %s", error, exc_info=not expected)

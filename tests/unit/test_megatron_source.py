@@ -12,6 +12,7 @@ from helpers import factor, pair
 from lora_refit import Publisher
 from lora_refit.errors import LayoutMismatch
 from lora_refit.sources import megatron
+from lora_refit.sources.base import BaseWeight
 from lora_refit.sources.megatron import MegatronSource
 
 
@@ -101,3 +102,47 @@ def test_publish_forces_the_overlapped_parameter_gather(
             factors = publisher.export_packed().tensors()
             assert torch.all(factors[factor("proj", "A")] == (version if overlap else 0))
     assert waited_after == ([1, 2] if overlap else [])
+
+
+def wrapped(to_wrap: object, adapter: torch.nn.Module, name: str = "proj") -> torch.nn.Module:
+    """A chunk with one module as Bridge's AdapterWrapper holds it."""
+    wrapper = torch.nn.Module()
+    wrapper.to_wrap, wrapper.adapter = to_wrap, adapter
+    adapter.tp_group = None
+    chunk = torch.nn.Module()
+    chunk.add_module(name, wrapper)
+    return chunk
+
+
+def bases_of(chunk: torch.nn.Module) -> list[BaseWeight]:
+    return MegatronSource(chunk, export=lambda: [], config={}).base_weights()
+
+
+def test_base_weights_are_the_live_ones() -> None:
+    linear = torch.nn.Linear(8, 8, bias=False).requires_grad_(False)
+    chunk = wrapped(linear, Adapter())
+    (base,) = bases_of(chunk)
+    assert base.weight is linear.weight
+    assert (base.a, base.b) == tuple(f"0.proj.adapter.linear_{end}.weight" for end in ("in", "out"))
+    source = MegatronSource(chunk, export=lambda: [], config={})
+    linear.weight = torch.nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+    assert source.base_weights()[0].weight is linear.weight
+
+
+def test_what_has_no_base_weight_of_its_own_says_why() -> None:
+    frozen = torch.nn.Linear(8, 8, bias=False).requires_grad_(False)
+    tied = wrapped(frozen, Adapter(), "output_layer")
+    tied.share_embeddings_and_output_weights = True
+    data_parallel = torch.nn.Module()
+    data_parallel.module = tied
+    parts = torch.nn.Module()
+    parts.adapter_q, parts.adapter_k = Adapter(), Adapter()
+    for chunk, count, reason in (
+        (tied, 1, "tied to the embedding"),
+        (data_parallel, 1, "tied to the embedding"),
+        (wrapped(torch.nn.Module(), Adapter()), 1, "holds no single weight"),
+        (wrapped(frozen, parts), 2, "adapts a part of a fused weight"),
+    ):
+        bases = bases_of(chunk)
+        assert len(bases) == count
+        assert all(base.weight is None and reason in base.refused for base in bases)

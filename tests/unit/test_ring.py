@@ -424,6 +424,19 @@ def test_a_session_without_a_pin_keeps_the_writer_from_being_idle(
     reader.open(2)
 
 
+def test_a_withdrawn_publication_does_not_come_back(
+    writer: RingWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    writer.wait_idle()
+    monkeypatch.setattr(writer, "_wait_for_pins", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer.offer(2, BUCKETS)
+    assert writer._words.publication() == 0
+
+
 def test_an_open_session_is_served_while_the_writer_waits(
     writer: RingWriter, attach: Attach
 ) -> None:
@@ -517,6 +530,24 @@ def test_a_failure_message_is_bounded_and_whole_utf_8(
     with pytest.raises(WriterTimeout) as raised:
         reader.take(0)
     assert "1: a" + "μ" * ((MESSAGE_BYTES - 1) // 2) + "; publish" in str(raised.value)
+
+
+def test_a_message_that_is_replaced_while_it_is_read_is_none(
+    writer: RingWriter, reader: RingReader
+) -> None:
+    failed = reader._words._failed
+
+    def fail_again_then_look() -> int:
+        seen = failed()
+        reader._words._failed = failed  # type: ignore[method-assign]
+        writer.offer(2, BUCKETS)
+        writer.fail("of publication 2")
+        return seen
+
+    writer.fail("of publication 1")
+    reader._words._failed = fail_again_then_look  # type: ignore[method-assign]
+    with pytest.raises(StaleArena, match="publication 1 was withdrawn, the newest is 2"):
+        reader.take(0)
 
 
 def test_nothing_can_fail_before_it_is_offered() -> None:

@@ -178,6 +178,8 @@ class Publisher:
             raise LayoutMismatch(f"version {version} does not fit in 64 bits")
         self._source.settle()
         addresses = self._source_addresses()
+        if self._delivery is not None:
+            self._delivery.make_room(sequence)
         half = self._writer.begin(sequence)
         try:
             digests = self._kernel.run(addresses, self._writer.entry_addresses(half), stream)

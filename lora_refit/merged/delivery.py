@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from typing import Protocol
 
 from lora_refit.arena import RingWriter
@@ -51,8 +52,20 @@ class Delivery:
         self._buckets = buckets
         self._note_words = note_words
         self._timeout_s = timeout_s
-        self._thread: threading.Thread | None = None
+        self._offered = 0
+        self._threads: list[threading.Thread] = []
         self._end = threading.Event()
+        # At exit the ring is unmapped, which must not happen under a merge.
+        weakref.finalize(self, _end_all, self._threads, self._end)
+
+    def make_room(self, sequence: int) -> None:
+        """Let go of the arenas' half that `sequence` is about to be packed into.
+
+        Only after a publish that failed is that the half of what is offered. Raises ReaderTimeout
+        while an engine is in the middle of a refit to it.
+        """
+        if self._offered and (sequence - self._offered) % HALVES == 0:
+            self._withdraw()
 
     def start(self, sequence: int, version: int, stream: object | None) -> None:
         """Offer a version in the place of the one before, once all ranks have published it.
@@ -65,9 +78,8 @@ class Delivery:
         told that too.
         """
         self._adapters.await_published(sequence, self._timeout_s)
-        self._ring.wait_idle()
-        self._end_thread()
-        self._adapters.release()
+        self._withdraw()
+        self._offered = sequence
         self._ring.offer(sequence, self._buckets)
         try:
             self._adapters.pin_and_verify(sequence, version, self._timeout_s)
@@ -83,22 +95,24 @@ class Delivery:
             self._ring.fail(str(error))
             raise
         self._end.clear()
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._serve_until_the_end, name="lora-refit-merge", daemon=True
         )
-        self._thread.start()
+        self._threads.append(thread)
+        thread.start()
 
     def close(self) -> None:
         """End the thread and release the ring; engines in between are told. Idempotent."""
-        self._end_thread()
+        _end_all(self._threads, self._end)
         self._adapters.close()
         self._ring.close()
 
-    def _end_thread(self) -> None:
-        if self._thread is not None:
-            self._end.set()
-            self._thread.join()
-            self._thread = None
+    def _withdraw(self) -> None:
+        """Take back what is offered."""
+        self._ring.wait_idle()
+        _end_all(self._threads, self._end)
+        self._adapters.release()
+        self._offered = 0
 
     def _serve_until_the_end(self) -> None:
         try:
@@ -128,3 +142,9 @@ class Delivery:
         notes = words_of_sums(merged.sums, self._note_words)
         self._ring.publish(bucket, half, merged.digest, notes)
         return True
+
+
+def _end_all(threads: list[threading.Thread], end: threading.Event) -> None:
+    end.set()
+    while threads:
+        threads.pop().join()

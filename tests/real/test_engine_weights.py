@@ -96,6 +96,7 @@ def checkpoint(live: LiveEngine, tmp_path: Path) -> Iterator[Checkpoint]:
     base = Checkpoint(live.model, tmp_path)
     names = base.projections()
     live.inspect("targets", base.shapes(names))
+    live.inspect("reload", base.file, names)  # other tests leave merged weights behind
     before = live.inspect("digests")
     yield base
     live.inspect("targets", base.shapes(names))

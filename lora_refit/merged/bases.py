@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,11 @@ from lora_refit.devices import device_of
 from lora_refit.errors import LayoutMismatch, UnsupportedAdapter
 from lora_refit.kernels import DTYPE_CODES, BufferType
 from lora_refit.sources.base import BaseWeight, Source, has_storage
+
+_LOOKED_AT = 16
+"""Weights that one publish looks at: whoever merges in place merges all."""
+_ELEMENTS = 64
+"""Of each of them."""
 
 
 class BaseShards:
@@ -37,7 +43,29 @@ class BaseShards:
             for index, base in enumerate(held)
         )
         self.widths = tuple(0 if base.weight is None else base.weight.shape[-1] for base in held)
-        self.now()
+        held = self.now()
+        self._samples = {index: _sample(held[index]) for index in sorted(used)}
+        self._turns = itertools.cycle(sorted(used))
+
+    def require_pristine(self) -> None:
+        """Look at some elements of some weights, of others at the next call.
+
+        Raises LayoutMismatch, naming the module, if somebody has written to one: an adapter that is
+        merged in place, and taken out again, does not leave the base as it was.
+        """
+        held = self.now()
+        for _ in range(min(_LOOKED_AT, len(self._used))):
+            index = next(self._turns)
+            if not torch.equal(_sample(held[index]), self._samples[index]):
+                raise LayoutMismatch(
+                    f"{held[index].b}: its base weight has changed since the Publisher was built; "
+                    "keep adapters out of the base in the trainer, load the base again and build a "
+                    "new Publisher"
+                )
+
+    def held(self) -> Sequence[BaseWeight]:
+        """All base weights of the source, unchecked."""
+        return self._source.base_weights()
 
     def now(self) -> Sequence[BaseWeight]:
         """The live base weights.
@@ -73,6 +101,14 @@ class BaseShards:
                 f"({'' if weight.is_contiguous() else 'not '}contiguous), the adapter on "
                 f"{self.device}; bring it there"
             )
+
+
+def _sample(base: BaseWeight) -> torch.Tensor:
+    """Bits of elements all over the weight, on the CPU."""
+    assert base.weight is not None
+    flat = base.weight.detach().view(-1)
+    places = torch.linspace(0, len(flat) - 1, _ELEMENTS, dtype=torch.float64).long()
+    return flat[places.to(flat.device)].cpu().view(torch.uint8)
 
 
 def addresses_of(weights: Sequence[BaseWeight]) -> npt.NDArray[np.uint64]:

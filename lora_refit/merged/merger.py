@@ -107,7 +107,8 @@ class BucketMerger:
             self._offsets.append(np.asarray([chunk.offset for chunk in chunks], np.uint64))
 
     def prepare(self, adapters: UintArray, stream: object | None) -> None:
-        """Nothing: every row stands for itself."""
+        """Every row stands for itself; only the base must be what it was."""
+        self._inputs.bases.require_pristine()
 
     def merge(
         self, bucket: int, address: int, adapters: UintArray, stream: object | None

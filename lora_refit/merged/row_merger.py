@@ -153,7 +153,7 @@ class DoraMerger(RowMerger):
         # Copies, as the arenas hold of A and B: the trainer may go on before all is merged.
         self._magnitudes = {
             index: base.magnitude.detach().clone()
-            for index, base in enumerate(self._inputs.bases.now())
+            for index, base in enumerate(self._inputs.bases.held())
             if base.magnitude is not None
         }
         own = same_outcome(lambda: self._own_squares(adapters), self._group)
@@ -184,6 +184,7 @@ class DoraMerger(RowMerger):
 
     def _own_squares(self, adapters: UintArray) -> bytes:
         """fp64 sums over this rank's columns, for every row of its chunks in their order."""
+        self._inputs.bases.require_pristine()
         sources = self._inputs.source_addresses(adapters)
         squares = [
             row_squares(rows.filler(sources), chunk.rows, rows.scratch()).cpu().numpy()
@@ -201,7 +202,8 @@ class ForwardMerger(RowMerger):
         self._products = {chunk: ExactRows(inputs, chunk, product_only=True) for chunk in self.rows}
 
     def prepare(self, adapters: UintArray, stream: object | None) -> None:
-        """Nothing: every row stands for itself."""
+        """Every row stands for itself; only the base must be what it was."""
+        self._inputs.bases.require_pristine()
 
     def merge_chunk(
         self, chunk: Chunk, held: BaseWeight, sources: UintArray, out: torch.Tensor

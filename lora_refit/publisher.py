@@ -87,6 +87,7 @@ class Publisher:
         merge_rounding: str = "once",
     ) -> None:
         _check_arguments(dtype, exchange, scale_rounding, mode, merge_rounding)
+        bucket_bytes = _checked_bucket_bytes(bucket_bytes)
         self._source = source
         self._group = group
         self._rank, _ = world(group)
@@ -107,7 +108,8 @@ class Publisher:
                 peft_config=config,
                 export_map=export_map,
                 base=bases.samples,
-                merged=merged_layout(export_map, bases.pieces, dtype, bucket_bytes)
+                base_gaps=bases.gaps,
+                merged=merged_layout(export_map, bases.pieces, config, dtype, bucket_bytes)
                 if merging
                 else None,
             )
@@ -248,6 +250,8 @@ class Publisher:
     def _state(
         self, path: str | Path | None, dtype: torch.dtype | None, scale: float | None
     ) -> MergedState:
+        if dtype is not None and dtype not in ENGINE_DTYPES:
+            raise UnsupportedAdapter(f"dtype {dtype!r}: checkpoints are written in {ENGINE_DTYPES}")
         factors = {
             name: tensor.detach().to("cpu", copy=True)
             for name, tensor in self._source.export()
@@ -332,6 +336,12 @@ def _check_arguments(
         )
     if scale_rounding not in ("engine", "once"):
         raise UnsupportedAdapter(f'scale_rounding={scale_rounding!r}: use "engine" or "once"')
+
+
+def _checked_bucket_bytes(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
+        raise LayoutMismatch(f"bucket_bytes={value!r}: give a number of bytes, at least 1")
+    return value
 
 
 def _require_same_layout(layout: Layout, group: ProcessGroup | None) -> None:

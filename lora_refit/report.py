@@ -76,6 +76,8 @@ class Fidelity:
 def _lost_and_changed(sums: npt.NDArray[np.void] | np.void) -> tuple[float, float]:
     delta, elements = float(sums["delta"]), int(sums["elements"])
     lost = float(np.sqrt(float(sums["residual"]) / delta)) if delta else 0.0
+    if not np.isfinite(delta):
+        lost = float("nan")
     return lost, int(sums["changed"]) / elements if elements else 0.0
 
 

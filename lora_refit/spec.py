@@ -24,7 +24,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     dtype: of the arenas, and in adapter mode of the engine's LoRA slots, without the `torch.`
         prefix.
     scale_folded: True if the arenas hold lora_B times alpha / r already.
-    base: sampled elements of the trainer's base weights, as far as it knows them.
+    base: sampled elements of the adapted base weights. base_gaps: a line for each of them that the
+        trainer cannot sample, with the reason.
     merged: what merged mode delivers; None in adapter mode.
     """
 
@@ -34,6 +35,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     peft_config: dict[str, Any]
     export_map: ExportMap
     base: tuple[BaseSample, ...] = ()
+    base_gaps: tuple[str, ...] = ()
     merged: MergedLayout | None = None
 
     @property

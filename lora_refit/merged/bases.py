@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +13,9 @@ from lora_refit.errors import LayoutMismatch, UnsupportedAdapter
 from lora_refit.kernels import DTYPE_CODES, BufferType
 from lora_refit.sources.base import BaseWeight, Source, has_storage
 
-_LOOKED_AT = 16
-"""Weights that one publish looks at: whoever merges in place merges all."""
 _ELEMENTS = 64
-"""Of each of them."""
+"""Of each weight that every merge of it looks at."""
+_NOTHING = torch.zeros(0, dtype=torch.uint8)
 
 
 class BaseShards:
@@ -44,24 +42,24 @@ class BaseShards:
         )
         self.widths = tuple(0 if base.weight is None else base.weight.shape[-1] for base in held)
         held = self.now()
-        self._samples = {index: _sample(held[index]) for index in sorted(used)}
-        self._turns = itertools.cycle(sorted(used))
+        self._samples = {index: _bits_of([held[index]]) for index in sorted(used)}
 
-    def require_pristine(self) -> None:
-        """Look at some elements of some weights, of others at the next call.
+    def require_pristine(self, indices: Collection[int]) -> None:
+        """Compare elements of these weights with what they were at first.
 
         Raises LayoutMismatch, naming the module, if somebody has written to one: an adapter that is
         merged in place, and taken out again, does not leave the base as it was.
         """
         held = self.now()
-        for _ in range(min(_LOOKED_AT, len(self._used))):
-            index = next(self._turns)
-            if not torch.equal(_sample(held[index]), self._samples[index]):
-                raise LayoutMismatch(
-                    f"{held[index].b}: its base weight has changed since the Publisher was built; "
-                    "keep adapters out of the base in the trainer, load the base again and build a "
-                    "new Publisher"
-                )
+        found = _bits_of([held[index] for index in indices])
+        wanted = torch.cat([_NOTHING, *(self._samples[index] for index in indices)])
+        if torch.equal(found, wanted):
+            return
+        changed = next(i for i in indices if not torch.equal(_bits_of([held[i]]), self._samples[i]))
+        raise LayoutMismatch(
+            f"{held[changed].b}: its base weight has changed since the Publisher was built; keep "
+            "adapters out of the base in the trainer, load the base again and build a new Publisher"
+        )
 
     def held(self) -> Sequence[BaseWeight]:
         """All base weights of the source, unchecked."""
@@ -103,12 +101,15 @@ class BaseShards:
             )
 
 
-def _sample(base: BaseWeight) -> torch.Tensor:
-    """Bits of elements all over the weight, on the CPU."""
-    assert base.weight is not None
-    flat = base.weight.detach().view(-1)
-    places = torch.linspace(0, len(flat) - 1, _ELEMENTS, dtype=torch.float64).long()
-    return flat[places.to(flat.device)].cpu().view(torch.uint8)
+def _bits_of(bases: Sequence[BaseWeight]) -> torch.Tensor:
+    """Bits of elements all over the weights, uint8 on the CPU; brought there at once."""
+    parts = []
+    for base in bases:
+        assert base.weight is not None
+        flat = base.weight.detach().view(-1)
+        places = torch.linspace(0, len(flat) - 1, _ELEMENTS, dtype=torch.float64).long()
+        parts.append(flat[places.to(flat.device)].view(torch.uint8))
+    return torch.cat(parts).cpu() if parts else _NOTHING
 
 
 def addresses_of(weights: Sequence[BaseWeight]) -> npt.NDArray[np.uint64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -35,11 +36,13 @@ from lora_refit.trace.export import ExportMap
 class Bases:
     """The trainer's base weights as all ranks agreed on them.
 
-    pieces: who holds what. samples: for engines to compare with theirs.
+    pieces: who holds what. samples: for engines to compare with theirs. gaps: a line for every
+    weight that has none.
     """
 
     pieces: Pieces
     samples: tuple[BaseSample, ...]
+    gaps: tuple[str, ...]
 
 
 def survey_bases(
@@ -55,13 +58,19 @@ def survey_bases(
     ]
     pieces = find_pieces(export_map, shards)
     weights = adapted_weights(export_map)
-    return Bases(pieces, sample_bases(held, pieces, weights, rank, group))
+    return Bases(pieces, *sample_bases(held, pieces, weights, rank, group))
 
 
 def merged_layout(
-    export_map: ExportMap, pieces: Pieces, dtype: torch.dtype, bucket_bytes: int
+    export_map: ExportMap,
+    pieces: Pieces,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    bucket_bytes: int,
 ) -> MergedLayout:
-    """Raises what `find_pieces` found wrong with a weight, LayoutMismatch for too small buckets."""
+    """Raises what `find_pieces` found wrong with a weight, UnsupportedAdapter for modules of different
+    rank or alpha, LayoutMismatch for too small buckets."""
+    _require_one_scale(export_map, config)
     for problem in pieces.problems.values():
         raise problem
     layout = MergedLayout(
@@ -72,6 +81,21 @@ def merged_layout(
     )
     assert layout.buckets
     return layout
+
+
+def _require_one_scale(export_map: ExportMap, config: dict[str, Any]) -> None:
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        if config.get(pattern):
+            raise UnsupportedAdapter(
+                f"{pattern} {config[pattern]}: merged mode needs one rank and alpha for all modules"
+            )
+    for factor in export_map.factors:
+        rank = factor.shape[0 if factor.name.endswith(".lora_A.weight") else 1]
+        if rank != config["r"]:
+            raise UnsupportedAdapter(
+                f"{factor.name}: has rank {rank}, but the PEFT config says r = {config['r']}, from "
+                "which the scale follows; correct the config"
+            )
 
 
 def make_ring(

@@ -34,8 +34,6 @@ class Staged:
 
     digest: str
     sums: npt.NDArray[np.void]
-    wait_ms: float
-    verify_ms: float
 
 
 class BucketCollector:
@@ -48,12 +46,19 @@ class BucketCollector:
         layout = spec.layout.merged
         if layout is None:
             raise LayoutMismatch("the spec is of adapter mode; it has no merged weights")
+        if len(spec.rings) != len(spec.arenas):
+            raise LayoutMismatch(
+                f"the spec has {len(spec.rings)} bucket rings for {len(spec.arenas)} trainer ranks; "
+                "it was altered, take the publisher's"
+            )
         self._layout: MergedLayout = layout
         self._layout_digest = spec.layout_digest
         self._device = device
         self._timeout_s = timeout_s
         self._rings: dict[int, RingReader] = {}
         self._copies = [_BucketCopy(layout, bucket, device) for bucket in layout.buckets]
+        self._adapter_digest = ""
+        self._sums = np.zeros(0, MERGE_SUMS_DTYPE)
         self._digests: list[dict[int, int]] = []
         self._partial: dict[int, torch.Tensor] = {}
         self._held_bytes = 0
@@ -91,34 +96,47 @@ class BucketCollector:
     def buckets(self) -> int:
         return len(self._layout.buckets)
 
-    def stage(self, sequence: int, version: int, timeout_s: float) -> Staged:
-        """Have every bucket merged once and check its bytes; the sessions stay open for `take`.
+    def begin(self, sequence: int, version: int, timeout_s: float) -> float:
+        """Wait for a version, check the adapters that it is merged from, and open a session on every
+        ring; returns the ms waited.
 
-        Raises WriterTimeout naming the rank that does not publish or deliver, StaleArena naming
-        what is not as published; then the sessions are closed.
+        Raises WriterTimeout naming the rank that does not publish, StaleArena naming what is not as
+        published; then the sessions are closed.
         """
         self.end()
-        started = time.perf_counter()
         try:
             verified = self._arenas.pin_and_verify(sequence, version, timeout_s)
             self._arenas.release()
             for ring in self._rings.values():
                 ring.open(sequence, timeout_s)
-            sums = self._verify_all(version)
         except BaseException:
             self.end()
             raise
-        finished = time.perf_counter()
+        self._adapter_digest = verified.digest
+        self._sums = np.zeros(len(self._layout.weights), MERGE_SUMS_DTYPE)
+        return verified.wait_ms
+
+    def verify(self, slice_s: float) -> Staged | None:
+        """Have buckets merged once and check their bytes, one at least, until `slice_s` is over; the
+        sessions stay open for `take`. None while there are more.
+
+        Raises WriterTimeout naming the rank that does not deliver, StaleArena naming what is not as
+        merged; then the sessions are closed.
+        """
+        started = time.perf_counter()
+        try:
+            while len(self._digests) < self.buckets:
+                self._verify_next()
+                if len(self._digests) < self.buckets and time.perf_counter() - started > slice_s:
+                    return None
+        except BaseException:
+            self.end()
+            raise
         packed = np.asarray(
             [value for digests in self._digests for value in digests.values()], np.uint64
         )
-        name = self._layout_digest + verified.digest.encode() + packed.tobytes()
-        return Staged(
-            digest=hashlib.blake2b(name, digest_size=16).hexdigest(),
-            sums=sums,
-            wait_ms=verified.wait_ms,
-            verify_ms=(finished - started) * 1e3 - verified.wait_ms,
-        )
+        name = self._layout_digest + self._adapter_digest.encode() + packed.tobytes()
+        return Staged(hashlib.blake2b(name, digest_size=16).hexdigest(), self._sums)
 
     def take(self, bucket: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights that a staged bucket completes, [out, in], in memory of their own.
@@ -152,20 +170,19 @@ class BucketCollector:
         for ring in self._rings.values():
             ring.close()
 
-    def _verify_all(self, version: int) -> npt.NDArray[np.void]:
-        sums = np.zeros(len(self._layout.weights), MERGE_SUMS_DTYPE)
-        for number, bucket in enumerate(self._layout.buckets):
-            found: dict[int, int] = {}
-            for rank, chunks in self._ranks_of(bucket):
-                taken = self._take(rank, number, (number + 1) % self.buckets)
-                self._check(chunks, taken.address, taken.digest, rank, number)
-                found[rank] = taken.digest
-                weights = list(bucket.weights_of(rank))
-                for name in MERGE_SUMS_DTYPE.names or ():
-                    sums[name][weights] += sums_of_words(taken.notes, len(weights))[name]
-            self._digests.append(found)
-            self._release()
-        return sums
+    def _verify_next(self) -> None:
+        number = len(self._digests)
+        bucket = self._layout.buckets[number]
+        found: dict[int, int] = {}
+        for rank, chunks in self._ranks_of(bucket):
+            taken = self._take(rank, number, (number + 1) % self.buckets)
+            self._check(chunks, taken.address, taken.digest, rank, number)
+            found[rank] = taken.digest
+            weights = list(bucket.weights_of(rank))
+            for name in MERGE_SUMS_DTYPE.names or ():
+                self._sums[name][weights] += sums_of_words(taken.notes, len(weights))[name]
+        self._digests.append(found)
+        self._release()
 
     def _pin(self, number: int, expected: dict[int, int], following: int | None) -> UintArray:
         """Pin a bucket on every rank and check it again; returns the addresses of its chunks."""

@@ -96,7 +96,10 @@ class Delivery:
             raise
         self._end.clear()
         thread = threading.Thread(
-            target=self._serve_until_the_end, name="lora-refit-merge", daemon=True
+            target=_serve_until_the_end,
+            args=(weakref.ref(self), self._end),
+            name="lora-refit-merge",
+            daemon=True,
         )
         self._threads.append(thread)
         thread.start()
@@ -114,18 +117,18 @@ class Delivery:
         self._adapters.release()
         self._offered = 0
 
-    def _serve_until_the_end(self) -> None:
-        try:
-            nap = _FIRST_NAP_S
-            while not self._end.wait(nap):
-                wanted = self._ring.wait_wanted(0)
-                for bucket in wanted:
-                    self._serve(bucket, None)
-                nap = _FIRST_NAP_S if wanted else min(2 * nap, _LONGEST_NAP_S)
-        except Exception as error:
-            expected = isinstance(error, RefitError)
-            _log.error("delivery of merged weights ended: %s", error, exc_info=not expected)
-            self._ring.fail(str(error))
+    def serve_wanted(self) -> bool:
+        """Merge what engines ask for now; whether that was anything."""
+        wanted = self._ring.wait_wanted(0)
+        for bucket in wanted:
+            self._serve(bucket, None)
+        return bool(wanted)
+
+    def give_up(self, error: Exception) -> None:
+        """Tell engines why nothing comes any more."""
+        expected = isinstance(error, RefitError)
+        _log.error("delivery of merged weights ended: %s", error, exc_info=not expected)
+        self._ring.fail(str(error))
 
     def _serve(self, bucket: int, stream: object | None) -> bool:
         """Merge a bucket; False if both halves are being read, then the engine keeps asking."""
@@ -144,7 +147,25 @@ class Delivery:
         return True
 
 
+def _serve_until_the_end(reference: weakref.ref[Delivery], end: threading.Event) -> None:
+    """Holds no Delivery while it sleeps, so that one that is dropped is collected."""
+    nap = _FIRST_NAP_S
+    while not end.wait(nap):
+        delivery = reference()
+        if delivery is None:
+            return
+        try:
+            served = delivery.serve_wanted()
+        except Exception as error:
+            delivery.give_up(error)
+            return
+        nap = _FIRST_NAP_S if served else min(2 * nap, _LONGEST_NAP_S)
+        del delivery
+
+
 def _end_all(threads: list[threading.Thread], end: threading.Event) -> None:
     end.set()
     while threads:
-        threads.pop().join()
+        thread = threads.pop()
+        if thread is not threading.current_thread():
+            thread.join()

@@ -88,6 +88,11 @@ class MergeInputs:
         row = chunk.row - piece.piece.row
         return Target(piece, row, chunk.rows, dst, 0, module, self.scale)
 
+    def require_pristine(self, bucket: int) -> None:
+        """Raises LayoutMismatch if a base weight under a bucket has been written to."""
+        chunks = self.layout.buckets[bucket].of_rank(self.rank)
+        self.bases.require_pristine(sorted({self.pieces[chunk.piece].base for chunk in chunks}))
+
     def source_addresses(self, adapters: UintArray) -> UintArray:
         """adapters: address of every parameter of the export map that this rank's pieces read."""
         return np.concatenate([addresses_of(self.bases.now()), adapters])
@@ -107,13 +112,14 @@ class BucketMerger:
             self._offsets.append(np.asarray([chunk.offset for chunk in chunks], np.uint64))
 
     def prepare(self, adapters: UintArray, stream: object | None) -> None:
-        """Every row stands for itself; only the base must be what it was."""
-        self._inputs.bases.require_pristine()
+        """Nothing: every row stands for itself."""
 
     def merge(
         self, bucket: int, address: int, adapters: UintArray, stream: object | None
     ) -> MergedBucket:
-        """Merge to `address`, which holds `ring_bytes`."""
+        """Merge to `address`, which holds `ring_bytes`. Raises LayoutMismatch for a base that is not
+        what it was."""
+        self._inputs.require_pristine(bucket)
         merged: Merged = self._kernels[bucket].run(
             self._inputs.source_addresses(adapters),
             self._offsets[bucket] + np.uint64(address),

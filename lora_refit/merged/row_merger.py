@@ -108,7 +108,9 @@ class RowMerger(ABC):
     def merge(
         self, bucket: int, address: int, adapters: UintArray, stream: object | None
     ) -> MergedBucket:
-        """Merge this rank's part of a bucket to `address`, which holds `ring_bytes`."""
+        """Merge this rank's part of a bucket to `address`, which holds `ring_bytes`. Raises
+        LayoutMismatch for a base that is not what it was."""
+        self._inputs.require_pristine(bucket)
         sources = self._inputs.source_addresses(adapters)
         held = self._inputs.bases.now()
         sums = np.zeros(len(self._weights[bucket]), MERGE_SUMS_DTYPE)
@@ -184,7 +186,8 @@ class DoraMerger(RowMerger):
 
     def _own_squares(self, adapters: UintArray) -> bytes:
         """fp64 sums over this rank's columns, for every row of its chunks in their order."""
-        self._inputs.bases.require_pristine()
+        for bucket in range(len(self._buckets)):
+            self._inputs.require_pristine(bucket)
         sources = self._inputs.source_addresses(adapters)
         squares = [
             row_squares(rows.filler(sources), chunk.rows, rows.scratch()).cpu().numpy()
@@ -202,8 +205,7 @@ class ForwardMerger(RowMerger):
         self._products = {chunk: ExactRows(inputs, chunk, product_only=True) for chunk in self.rows}
 
     def prepare(self, adapters: UintArray, stream: object | None) -> None:
-        """Every row stands for itself; only the base must be what it was."""
-        self._inputs.bases.require_pristine()
+        """Nothing: every row stands for itself."""
 
     def merge_chunk(
         self, chunk: Chunk, held: BaseWeight, sources: UintArray, out: torch.Tensor

@@ -35,8 +35,9 @@ def sample_bases(
     weights: Sequence[MergedWeight],
     rank: int,
     group: ProcessGroup | None,
-) -> tuple[BaseSample, ...]:
-    """Sampled rows and columns of every weight that has pieces. Collective; the same on every rank.
+) -> tuple[tuple[BaseSample, ...], tuple[str, ...]]:
+    """Sampled rows and columns of every weight that has pieces, and a line for every other weight
+    with the reason. Collective; the same on every rank.
 
     Raises LayoutMismatch, naming both ranks, if ranks that hold the same elements disagree.
     """
@@ -51,17 +52,24 @@ def sample_bases(
     for other, data in enumerate(gathered):
         for found in msgspec.msgpack.decode(data, type=list[_Found]):
             _place(found, values[found.weight], weights[found.weight], other)
-    return tuple(
-        BaseSample(
-            name=weight.name,
-            shape=weight.shape,
-            rows=tuple(rows.tolist()),
-            cols=tuple(cols.tolist()),
-            values=seen.tobytes(),
-        )
-        for weight, (rows, cols), seen in zip(weights, grids, values, strict=True)
-        if not np.isnan(seen).any()
-    )
+    samples: list[BaseSample] = []
+    gaps: list[str] = []
+    for index, (weight, (rows, cols)) in enumerate(zip(weights, grids, strict=True)):
+        if index in pieces.problems:
+            gaps.append(f"{weight.name}: {pieces.problems[index]}")
+        elif np.isnan(values[index]).any():
+            gaps.append(f"{weight.name}: the trainer's values are not there, or not numbers")
+        else:
+            samples.append(
+                BaseSample(
+                    name=weight.name,
+                    shape=weight.shape,
+                    rows=tuple(rows.tolist()),
+                    cols=tuple(cols.tolist()),
+                    values=values[index].tobytes(),
+                )
+            )
+    return tuple(samples), tuple(gaps)
 
 
 def _spread(count: int) -> IntArray:

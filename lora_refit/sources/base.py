@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,6 +31,10 @@ def lora_scale(config: dict[str, Any]) -> float:
         ) from error
     if rank < 1:
         raise UnsupportedAdapter(f"the PEFT config has r = {rank}; a LoRA rank is at least 1")
+    if not math.isfinite(alpha) or alpha == 0:
+        raise UnsupportedAdapter(
+            f"the PEFT config has lora_alpha = {alpha}, with which the adapter changes nothing"
+        )
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 

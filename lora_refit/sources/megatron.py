@@ -162,7 +162,7 @@ class MegatronSource:
             (first, one), (second, other) = list(found.items())[:2]
             raise UnsupportedAdapter(
                 f"{one} has (r, alpha) {first} but {other} has {second}; adapters of different "
-                "rank or alpha need export= with a config that carries rank and alpha patterns"
+                "rank or alpha are not supported; give all modules the same"
             )
         if not found:
             raise UnsupportedAdapter("no Megatron-Bridge LoRA adapter found in these model chunks")

@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from lora_refit.errors import UnsupportedAdapter
-from lora_refit.sources.base import PEFT_PREFIX, BaseWeight
+from lora_refit.errors import LayoutMismatch, UnsupportedAdapter
+from lora_refit.sources.base import PEFT_PREFIX, BaseWeight, has_storage
 from lora_refit.trace.axis import IntArray
 from lora_refit.trace.export import ExportMap
 from lora_refit.trace.movement import Cell, TensorMap
@@ -77,6 +77,10 @@ def prove_names(
     for module in held:
         if module.weight is None:
             continue
+        if not has_storage(module.weight):
+            raise LayoutMismatch(
+                f"{module.b}: its base weight has no storage (offloaded?); reload it first"
+            )
         own_in, own_out = owners[module.a], owners[module.b]
         for lora_b in readers.get(own_out, []):
             target = lora_b.name.removesuffix(_B)

@@ -31,6 +31,7 @@ def live(request: pytest.FixtureRequest, tiny: Callable[..., Any]) -> Iterator[L
         max_lora_rank=case.max_lora_rank,
         max_loras=case.max_loras,
         worker_extension_cls=case.worker,
+        **({"weight_transfer_config": {"backend": "lora_refit"}} if case.takes_merged else {}),
     )
     yield LiveEngine(case, llm, model, Inspector(llm))
     shutdown(llm)

@@ -34,11 +34,14 @@ class EngineCase:
     worker: str = "mutants.MutantWorkerExtension"
     enable_lora: bool = True
     load_format: str = "auto"
+    takes_merged: bool = False
+    """With LoRA, whether merged weights are accepted too."""
 
     def __str__(self) -> str:
         slots = f"{self.max_loras}slots" if self.enable_lora else "merged"
         name = f"{self.model}-{self.dtype}-TP{self.tensor_parallel}-{slots}"
         name += "" if self.load_format == "auto" else f"-{self.load_format}"
+        name += "-and-merged" if self.takes_merged else ""
         return name if self.worker == EngineCase.worker else f"{name}-{self.worker.split('.')[0]}"
 
 
@@ -51,6 +54,7 @@ QWEN_TP3 = EngineCase("qwen3-mqa", 3, "bfloat16")
 LLAMA_TP2_GPU = EngineCase("llama-gqa", 2, "bfloat16", worker="gpu_worker.GpuWorkerExtension")
 MERGED_LLAMA_TP1 = EngineCase("llama-gqa", 1, "float32", enable_lora=False)
 MERGED_LLAMA_TP2 = EngineCase("llama-gqa", 2, "bfloat16", enable_lora=False)
+MERGED_AND_LORA_TP1 = EngineCase("llama-gqa", 1, "float32", takes_merged=True)
 MERGED_DUMMY_TP1 = EngineCase("llama-gqa", 1, "float32", enable_lora=False, load_format="dummy")
 MERGED_QWEN_TP2 = EngineCase("qwen3-mqa", 2, "float32", enable_lora=False)
 ONE_SLOT_TP2 = EngineCase("qwen3-mqa", 2, "float32", max_loras=1)

@@ -12,6 +12,7 @@ import trainer
 from parity import PROMPTS, TOLERANCE, disagreement, distance, sample
 from rig import (
     LLAMA_TP1,
+    MERGED_AND_LORA_TP1,
     MERGED_DUMMY_TP1,
     MERGED_LLAMA_TP1,
     MERGED_LLAMA_TP2,
@@ -26,9 +27,11 @@ from lora_refit import (
     NotCommitted,
     Spec,
     StaleArena,
+    UnsupportedAdapter,
     WriterTimeout,
 )
 from lora_refit.testing.ranks import RankError
+from lora_refit.vllm import RefitEngine
 
 BFLOAT16_NOISE = 0.15
 """Largest difference of a log-probability between vLLM's bf16 forward and an fp32 forward of the
@@ -189,20 +192,24 @@ def test_a_failure_before_loading_leaves_the_live_version(
 
 
 @on_engine(MERGED_QWEN_TP2)
+@pytest.mark.parametrize(
+    ("elements", "message"),
+    [(None, "its base weight has changed since"), (1, "merged to other bytes than when")],
+    ids=["everywhere", "one-element"],
+)
 def test_a_base_that_changes_between_staging_and_loading_is_noticed(
-    attach_merged: Callable[..., Refitted],
+    attach_merged: Callable[..., Refitted], elements: int | None, message: str
 ) -> None:
     refitted = attach_merged(2, bucket_bytes=100_000)
-    ticket = refitted.publish(1, seed=1)
-    steps = refitted.engine._protocol.refit(ticket)
+    steps = refitted.engine._protocol.refit(refitted.publish(1, seed=1))
     step, changed = next(steps), False
-    with pytest.raises(CommitFailed, match="merged to other bytes than when it was staged"):
+    with pytest.raises(CommitFailed, match=message):
         while True:
             if not changed and getattr(step, "method", "") == "start_weight_update":
-                refitted.ranks.call(trainer.change_base, 2.0)
+                refitted.ranks.call(trainer.change_base, 2.0, elements)
                 changed = True
             step = steps.send(refitted.engine._take(step))
-    refitted.ranks.call(trainer.change_base, 0.5)
+    refitted.ranks.call(trainer.change_base, 0.5, elements)
     refitted.refit(2, seed=2)
     assert disagreement(refitted) < TOLERANCE
 
@@ -244,8 +251,6 @@ def test_requests_under_way_are_not_given_other_weights(
 def test_an_engine_with_dummy_weights_gets_its_base_first(
     attach_merged: Callable[..., Refitted], live: Any, tmp_path: Path
 ) -> None:
-    from lora_refit.vllm import RefitEngine
-
     with pytest.raises(LayoutMismatch, match=r"another base"):
         attach_merged(2, bucket_bytes=200_000)
     ranks = attach_merged.ranks(2)
@@ -297,5 +302,67 @@ def test_a_trainer_rank_that_dies_is_named(
         refitted.engine.refit(ticket)
     refitted.engine.close()
     again = attach_merged(1)
+    again.refit(3, seed=3)
+    assert disagreement(again) < TOLERANCE
+
+
+@on_engine(MERGED_LLAMA_TP1)
+def test_merged_weights_of_before_never_stay_beside_others(
+    attach_merged: Callable[..., Refitted], tmp_path: Path
+) -> None:
+    """A trainer that comes back with fewer modules would leave the old update in the others."""
+    refitted = attach_merged(1)
+    refitted.refit(1, seed=1)
+    refitted.ranks.call(trainer.save_merged, str(tmp_path / "base"), True)
+    refitted.engine.close()
+    fewer = {"targets": ("linear_fc2",)}
+    with pytest.raises(LayoutMismatch, match=r"merged weights that this publisher does not send"):
+        attach_merged(1, policy_settings=fewer)
+    RefitEngine(refitted.live.llm).load_base(tmp_path / "base")
+    again = attach_merged(1, policy_settings=fewer)
+    assert again.report.warnings == ()
+    again.refit(2, seed=2)
+    assert disagreement(again) < TOLERANCE
+    with pytest.raises(LayoutMismatch, match="attached to a publisher in merged mode; close"):
+        RefitEngine(refitted.live.llm).load_base(tmp_path / "base")
+    assert again.attests(2)
+
+
+@on_engine(MERGED_LLAMA_TP1)
+def test_weights_that_are_no_numbers_are_not_loaded(
+    attach_merged: Callable[..., Refitted],
+) -> None:
+    refitted = attach_merged(1)
+    refitted.refit(1, seed=1)
+    refitted.ranks.call(trainer.spoil, float("nan"))
+    with pytest.raises(UnsupportedAdapter, match=r"o_proj.weight .* not finite numbers"):
+        refitted.refit(2)
+    refitted.ranks.call(trainer.randomize, 1)
+    assert disagreement(refitted) < TOLERANCE
+    assert refitted.attests(1)
+
+
+@on_engine(MERGED_AND_LORA_TP1)
+def test_one_engine_serves_one_mode(
+    attach: Callable[..., Refitted], attach_merged: Callable[..., Refitted], tmp_path: Path
+) -> None:
+    """Merged weights under an adapter would count its update twice, and loading them drops it."""
+    adapted = attach(1)
+    adapted.refit(1, seed=1)
+    with pytest.raises(LayoutMismatch, match="attached to adapter 'policy'; close"):
+        attach_merged(1)
+    assert disagreement(adapted) < TOLERANCE
+    adapted.ranks.call(trainer.save_base, str(tmp_path / "base"))
+    adapted.engine.close()
+    merged = attach_merged(1)
+    merged.refit(2, seed=2)
+    assert disagreement(merged) < TOLERANCE
+    with pytest.raises(LayoutMismatch, match="attached to a publisher in merged mode; close"):
+        attach(1)
+    merged.engine.close()
+    with pytest.raises(LayoutMismatch, match="on which an adapter would count twice"):
+        attach(1)
+    RefitEngine(merged.live.llm).load_base(tmp_path / "base")
+    again = attach(1)
     again.refit(3, seed=3)
     assert disagreement(again) < TOLERANCE

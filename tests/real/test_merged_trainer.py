@@ -32,7 +32,9 @@ def collect(
     collector: BucketCollector, ranks: TrainerRanks, version: int, seed: int | None
 ) -> tuple[Tensors, Staged]:
     ticket = Ticket.from_bytes(ranks.call(trainer.publish, version, seed)[0])
-    staged = collector.stage(ticket.sequence, ticket.version, 20.0)
+    collector.begin(ticket.sequence, ticket.version, 20.0)
+    staged = collector.verify(slice_s=20.0)
+    assert staged is not None
     found = {}
     for bucket in range(collector.buckets):
         found.update(collector.take(bucket))

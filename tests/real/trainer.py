@@ -80,10 +80,21 @@ def save_merged(state: dict[str, Any], folder: str, base_only: bool = False) -> 
     (publisher.base_state if base_only else publisher.merged_state)(folder)
 
 
-def change_base(state: dict[str, Any], factor: float) -> None:
-    """Multiply the first adapted base weight of this rank."""
+def save_base(state: dict[str, Any], folder: str) -> None:
+    save_merged(state, folder, base_only=True)
+
+
+def change_base(state: dict[str, Any], factor: float, elements: int | None = None) -> None:
+    """Multiply the first adapted base weight of this rank, or some elements after its first."""
     with torch.no_grad():
-        state["source"].base_weights()[0].weight.mul_(factor)
+        weight = state["source"].base_weights()[0].weight.view(-1)
+        (weight if elements is None else weight[1 : 1 + elements]).mul_(factor)
+
+
+def spoil(state: dict[str, Any], value: float) -> None:
+    """Set one element of the adapter."""
+    with torch.no_grad():
+        state["source"].parameters()[1][1].view(-1)[0] = value
 
 
 def magnitudes(state: dict[str, Any]) -> dict[str, torch.Tensor]:

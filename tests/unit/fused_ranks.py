@@ -146,7 +146,9 @@ def _refit(rank: int, case: Case) -> float:
     for version in VERSIONS:
         trained(trainer, version)
         ticket = Ticket.from_bytes(all_gather_bytes(b"", None)[0])
-        collector.stage(ticket.sequence, ticket.version, 20)
+        collector.begin(ticket.sequence, ticket.version, 20)
+        while collector.verify(slice_s=0.0) is None:
+            """A bucket at a time."""
         found: dict[str, torch.Tensor] = {}
         for bucket in range(collector.buckets):
             found.update(collector.take(bucket))

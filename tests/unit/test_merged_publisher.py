@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,6 +39,9 @@ def test_what_merged_mode_refuses_is_named_on_every_rank() -> None:
             assert weight is not None
             held[1] = replace(held[1], weight=weight.to(torch.int8))
             source.base_weights = lambda: held  # type: ignore[method-assign]
+        if settings.pop("alpha_pattern", False):
+            config = source.config() | {"alpha_pattern": {"proj": 3}}
+            source.config = lambda: config  # type: ignore[method-assign]
         if settings.pop("unknown", False):
             source.base_weights = list  # type: ignore[method-assign]
         Publisher(source, torch.float32, **({"mode": "merged"} | settings))
@@ -48,6 +53,13 @@ def test_what_merged_mode_refuses_is_named_on_every_rank() -> None:
         ({"quantised": True}, UnsupportedAdapter, "o.out: its base weight is stored as torch.int8"),
         ({"unknown": True}, UnsupportedAdapter, "the source does not know its base weight"),
         ({"bucket_bytes": 100}, LayoutMismatch, "bucket_bytes=100 holds not one row"),
+        ({"bucket_bytes": -1}, LayoutMismatch, "bucket_bytes=-1: give a number of bytes"),
+        ({"bucket_bytes": 1e6}, LayoutMismatch, "bucket_bytes=1000000.0: give a number"),
+        (
+            {"alpha_pattern": True},
+            UnsupportedAdapter,
+            "alpha_pattern {'proj': 3}: merged mode needs",
+        ),
     ):
         results = run_ranks(2, partial(attempt, **settings))
         for result in results:
@@ -87,3 +99,33 @@ class _Replica(FusedRank):
 
     def export(self) -> Any:
         yield from self.trainer.export([tensor for _, tensor in self.parameters()]).items()
+
+
+def test_what_of_the_base_cannot_be_compared_is_in_the_spec() -> None:
+    trainer = FusedTrainer(1, 6, torch.float32, torch.float32)
+    trainer.weights[0][1][0, 0] = float("nan")
+    source = _Replica(trainer, 0)
+    held = source.base_weights()
+    source.base_weights = lambda: held[:2]  # type: ignore[method-assign]
+    with Publisher(source, torch.float32) as publisher:
+        layout = publisher.spec.layout
+    assert [sample.name for sample in layout.base] == [f"{name}.weight" for name in "qkv"]
+    assert [gap.partition(": ")[0] for gap in layout.base_gaps] == [
+        f"{name}.weight" for name in ("o", "gate", "up", "down")
+    ]
+    assert "not numbers" in layout.base_gaps[0]
+    assert "does not know its base weight" in layout.base_gaps[1]
+
+
+def test_a_publisher_that_is_dropped_leaves_no_thread() -> None:
+    def serving() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "lora-refit-merge"]
+
+    source = _Replica(FusedTrainer(1, 6, torch.float32, torch.float32), 0)
+    publisher = Publisher(source, torch.float32, mode="merged", bucket_bytes=3000)
+    publisher.publish(1)
+    (thread,) = serving()
+    del publisher
+    gc.collect()
+    thread.join(5)
+    assert serving() == []

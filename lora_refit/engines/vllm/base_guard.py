@@ -37,8 +37,8 @@ class BaseComparison:
     elements: int
 
 
-def require_same_base(found: BaseComparison) -> tuple[str, ...]:
-    """Warnings about what could not be compared.
+def require_same_base(found: BaseComparison, gaps: Sequence[str] = ()) -> tuple[str, ...]:
+    """Warnings about what could not be compared; gaps: what the trainer could not sample.
 
     Raises LayoutMismatch, naming weights and values, if the engine serves another base.
     """
@@ -50,10 +50,11 @@ def require_same_base(found: BaseComparison) -> tuple[str, ...]:
             "publisher.merged_state(path); an adapter whose initialisation changed the base (PiSSA, "
             "OLoRA) needs that base in the engine"
         )
-    if not found.not_compared:
+    left_out = (*found.not_compared, *gaps)
+    if not left_out:
         return ()
-    more = f" and {len(found.not_compared) - 1} more" if len(found.not_compared) > 1 else ""
-    return (f"the engine's base was not compared everywhere: {found.not_compared[0]}{more}",)
+    more = f"; and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+    return (f"the engine's base was not compared everywhere: {left_out[0]}{more}",)
 
 
 def compare_bases(
@@ -61,8 +62,9 @@ def compare_bases(
 ) -> BaseComparison:
     """Compare samples of the trainer's base with what this worker holds of the same elements.
 
-    An element is the same if the sample, cast to the engine's dtype, equals it; in layers that the
-    engine quantised if they are within QUANTISED_TOLERANCE. Weights and adapters stay as they are.
+    An element is the same if the sample, cast to the engine's dtype, equals it, or is one step of
+    that dtype away where the cast rounds; in layers that the engine quantised if they are within
+    QUANTISED_TOLERANCE. Weights and adapters stay as they are.
     """
     writes, not_compared = _trace(model, samples, dtype)
     differing: list[str] = []
@@ -145,7 +147,9 @@ class _SharedElements:
         """A line for every element that the engine has another value of."""
         engine = _read(parameter, self.rows, self.cols, dtype)
         expected = torch.from_numpy(self.values.copy()).to(dtype).to(torch.float32).numpy()
-        tolerance = 0.0 if _is_unquantised(parameter) else QUANTISED_TOLERANCE * self.scale
+        # A checkpoint may have been rounded to the trainer's dtype before it is to the engine's.
+        twice = np.where(expected != self.values, torch.finfo(dtype).eps * np.abs(expected), 0.0)
+        tolerance = twice if _is_unquantised(parameter) else QUANTISED_TOLERANCE * self.scale
         same = np.abs(engine - expected) <= tolerance
         for index in np.flatnonzero(~same):
             row, col = self.elements[index]

@@ -14,6 +14,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from lora_refit.engines.vllm import rpc
+from lora_refit.engines.vllm.ledger import ledger_of
 from lora_refit.engines.vllm.state import WorkerState
 from lora_refit.errors import CommitFailed, LayoutMismatch
 
@@ -35,8 +36,16 @@ class WorkerBase(WorkerState):
         """
         if not (Path(request.path) / "config.json").is_file():
             raise LayoutMismatch(f"{request.path}: no checkpoint folder, it has no config.json")
-        with set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
-            missing = self._reload(request.path)
+        ledger = ledger_of(self._worker)
+        ledger.begin_loading(request.path)
+        try:
+            with set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
+                missing = self._reload(request.path)
+        except Exception as error:
+            raise CommitFailed(
+                f"{request.path}: vLLM cannot load it: {error!r}; load another before anything is "
+                "served"
+            ) from error
         self._worker.model_runner.reset_lora_state()
         if missing:
             raise CommitFailed(
@@ -44,6 +53,7 @@ class WorkerBase(WorkerState):
                 f"{f' and {len(missing) - 4} more' if len(missing) > 4 else ''}; load a complete "
                 "checkpoint"
             )
+        ledger.finish_loading()
         return rpc.Nothing()
 
     def _reload(self, path: str) -> list[str]:

@@ -50,8 +50,9 @@ class RefitEngine:
         fidelity_threshold: float = 0.25,
     ) -> None:
         self._llm = llm
-        self._protocol: Protocol | MergeProtocol = Protocol(adapter, timeout_s)
+        self._adapting = Protocol(adapter, timeout_s)
         self._merging = MergeProtocol(adapter, timeout_s, fidelity_threshold)
+        self._protocol: Protocol | MergeProtocol = self._adapting
         self._attached = False
         self._owner = secrets.token_hex(8)
 
@@ -70,12 +71,16 @@ class RefitEngine:
                 f"this RefitEngine is attached in {self._protocol.mode} mode and the spec is of "
                 f"{spec.layout.mode} mode; close it first"
             )
-        if spec.layout.mode == self._merging.mode:
-            self._protocol = self._merging
-        if isinstance(self._protocol, MergeProtocol):
-            report = self._run(self._protocol.attach(spec))
-        else:
-            report = self._run(self._protocol.attach(spec, self._running_ids()))
+        before = self._protocol
+        self._protocol = self._merging if spec.layout.mode == "merged" else self._adapting
+        try:
+            if isinstance(self._protocol, MergeProtocol):
+                report = self._run(self._protocol.attach(spec))
+            else:
+                report = self._run(self._protocol.attach(spec, self._running_ids()))
+        except BaseException:
+            self._protocol = before
+            raise
         self._attached = True
         return report
 
@@ -217,3 +222,4 @@ def _load_base(path: str, running: int) -> Steps[None]:
         if reply.error:
             raise reply.exception()
     yield from reset_caches()
+    yield rpc.DriverCall("set_weight_version", (f"lora-refit://base/{path}",))

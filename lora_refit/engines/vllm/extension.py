@@ -37,12 +37,32 @@ class WorkerExtension:
 
 
 def _state_for(worker: Any, call: rpc.Call) -> WorkerState:
+    """Raises LayoutMismatch for what the worker's other states exclude."""
+    if call.mode == "base" or call.method == "attach":
+        _require_free_of_other_modes(worker, call)
     match call.mode:
         case "merged":
             return merge_state_of(worker)
         case "base":
             return WorkerBase(worker)
     return state_of(worker, call.adapter)
+
+
+def _require_free_of_other_modes(worker: Any, call: rpc.Call) -> None:
+    """Merged weights are loaded into the base that adapters are served on, and drop them."""
+    adapters: dict[str, WorkerRefit] = getattr(worker, "_lora_refit_states", {})
+    attached = [f"adapter {name!r}" for name, state in adapters.items() if state.in_use]
+    merging: WorkerMerge | None = getattr(worker, "_lora_refit_merge", None)
+    if merging is not None and merging.in_use:
+        attached.append("a publisher in merged mode")
+    if call.mode == "adapter":
+        attached = [item for item in attached if not item.startswith("adapter")]
+    if call.mode == "merged":
+        attached = [item for item in attached if item.startswith("adapter")]
+    if attached:
+        raise LayoutMismatch(
+            f"this engine is attached to {', '.join(attached)}; close that RefitEngine first"
+        )
 
 
 def state_of(worker: Any, adapter: str = "policy") -> WorkerRefit:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import math
 import time
 
 import msgspec
@@ -12,10 +12,13 @@ import numpy as np
 from lora_refit.engines.vllm import rpc
 from lora_refit.engines.vllm.protocol import Live, check_name
 from lora_refit.engines.vllm.steps import Steps, ask, call, check_ticket, reset_caches, tell
-from lora_refit.errors import CommitFailed, NotCommitted, RefitError
+from lora_refit.errors import CommitFailed, NotCommitted, RefitError, UnsupportedAdapter
 from lora_refit.kernels import MERGE_SUMS_DTYPE
 from lora_refit.report import AttachReport, Attestation, Fidelity, RefitReport
 from lora_refit.spec import Spec, Ticket
+
+_SLICE_S = 10.0
+"""How long workers verify before they answer, so that every call ends in time."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,14 +81,16 @@ class MergeProtocol:
         assert self._spec is not None and self._spec.layout.merged is not None
         layout = self._spec.layout.merged
         started = time.perf_counter()
-        staged = yield from self._stage(ticket)
+        wait_ms = yield from self._stage(ticket)
+        waited = time.perf_counter()
+        staged = yield from self._verify(ticket.version)
+        fidelity = self._fidelity(staged)
         between = time.perf_counter()
         loaded = yield from self._load(ticket)
         finished = time.perf_counter()
-        self.live = Live(ticket.version, staged[0].digest, 0)
+        self.live = Live(ticket.version, staged.digest, 0)
         self.poisoned = None
         yield rpc.DriverCall("set_weight_version", (self.identity(),))
-        fidelity = self._fidelity(staged[0])
         rings = sum(2 * layout.ring_bytes(rank) for rank in range(len(self._spec.rings)))
         return RefitReport(
             version=ticket.version,
@@ -94,10 +99,10 @@ class MergeProtocol:
                 "pack": ticket.pack_ms,
                 "stage": (between - started) * 1e3,
                 "commit": (finished - between) * 1e3,
-                "wait": max(answer.wait_ms for answer in staged),
-                "verify": max(answer.verify_ms for answer in staged),
+                "wait": wait_ms,
+                "verify": (between - waited) * 1e3,
             },
-            digest=staged[0].digest,
+            digest=staged.digest,
             launches=max(answer.launches for answer in loaded),
             collectives=0,
             allocations=0,
@@ -142,25 +147,49 @@ class MergeProtocol:
         live = self.require_live()
         return f"{self._name}@{live.version}/{live.digest}"
 
-    def _stage(self, ticket: Ticket) -> Steps[list[rpc.MergeStageAnswer]]:
+    def _stage(self, ticket: Ticket) -> Steps[float]:
+        """Returns the slowest worker's wait for the trainer ranks, in ms."""
         request = rpc.MergeStageRequest(
             ticket.sequence, ticket.version, ticket.publisher, self.timeout_s
         )
         try:
-            staged = yield from ask("stage", request, rpc.MergeStageAnswer)
-            digests = {answer.digest for answer in staged}
-            if len(digests) > 1:
-                raise CommitFailed(f"workers staged different bytes: digests {sorted(digests)}")
+            answers = yield from ask("stage", request, rpc.MergeStageAnswer)
         except RefitError:
             yield from tell("abort", rpc.Nothing())
             raise
-        return staged
+        return max(answer.wait_ms for answer in answers)
+
+    def _verify(self, version: int) -> Steps[rpc.MergeVerifyAnswer]:
+        """Until all workers have verified all buckets, and to the same bytes."""
+        request = rpc.MergeVerifyRequest(_SLICE_S)
+        try:
+            while True:
+                answers = yield from ask("verify", request, rpc.MergeVerifyAnswer)
+                if all(answer.digest for answer in answers):
+                    break
+            digests = {answer.digest for answer in answers}
+            if len(digests) > 1:
+                raise CommitFailed(f"workers staged different bytes: digests {sorted(digests)}")
+            self._require_finite(answers[0], version)
+        except RefitError:
+            yield from tell("abort", rpc.Nothing())
+            raise
+        return answers[0]
+
+    def _require_finite(self, staged: rpc.MergeVerifyAnswer, version: int) -> None:
+        broken = [w for w in self._fidelity(staged).weights if not math.isfinite(w.lost)]
+        if broken:
+            raise UnsupportedAdapter(
+                f"version {version}: {broken[0].name} and {len(broken) - 1} more merged weights are "
+                "not finite numbers; the adapter has diverged, or the merged dtype is too narrow"
+            )
 
     def _load(self, ticket: Ticket) -> Steps[list[rpc.MergeCommitAnswer]]:
         """Until all workers have committed, the engine may hold a mixture."""
         assert self._spec is not None and self._spec.layout.merged is not None
         self.poisoned = f"version {ticket.version} was being loaded"
         try:
+            yield rpc.DriverCall("set_weight_version", (f"{self._name}@mixture",))
             yield rpc.EngineCall("start_weight_update")
             for bucket in range(len(self._spec.layout.merged.buckets)):
                 payloads = [
@@ -180,15 +209,13 @@ class MergeProtocol:
         except RefitError as error:
             self.poisoned = str(error)
             yield from tell("abort", rpc.Nothing())
-            with contextlib.suppress(RefitError):
-                yield rpc.DriverCall("set_weight_version", (f"{self._name}@mixture",))
             raise CommitFailed(
                 f"version {ticket.version}: {error}; the engine's weights are a mixture, so nothing "
                 "is live until a refit succeeds"
             ) from error
         return loaded
 
-    def _fidelity(self, staged: rpc.MergeStageAnswer) -> Fidelity:
+    def _fidelity(self, staged: rpc.MergeVerifyAnswer) -> Fidelity:
         assert self._spec is not None and self._spec.layout.merged is not None
         names = [weight.name for weight in self._spec.layout.merged.weights]
         return Fidelity.of_sums(names, np.frombuffer(staged.sums, MERGE_SUMS_DTYPE))

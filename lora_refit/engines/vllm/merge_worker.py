@@ -7,28 +7,34 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from lora_refit.base_samples import BaseSample
 from lora_refit.engines.vllm import rpc
 from lora_refit.engines.vllm.base_guard import require_same_base
+from lora_refit.engines.vllm.ledger import ledger_of
 from lora_refit.engines.vllm.plugin import BACKEND
 from lora_refit.engines.vllm.state import WorkerState
 from lora_refit.engines.vllm.target_layers import TargetLayer
 from lora_refit.engines.vllm.transfer import RefitTransferEngine
+from lora_refit.engines.vllm.weights import EngineWeights
 from lora_refit.errors import CommitFailed, LayoutMismatch, NotCommitted, StaleArena
 from lora_refit.merged.collector import BucketCollector
-from lora_refit.spec import Spec
+from lora_refit.merged.layout import MergedLayout
+from lora_refit.spec import Layout, Spec
 
 
 class _Attached:
     """A publisher's rings on this worker, the layers that they fill, and what is staged."""
 
     def __init__(
-        self, spec: Spec, collector: BucketCollector, layers: Sequence[TargetLayer]
+        self,
+        spec: Spec,
+        layout: MergedLayout,
+        collector: BucketCollector,
+        layers: Sequence[TargetLayer],
     ) -> None:
         self.spec = spec
+        self.layout = layout
         self.collector = collector
         self.layers = layers
         self.staged: rpc.MergeStageRequest | None = None
@@ -37,10 +43,10 @@ class _Attached:
 class _Committed:
     """What the layers held when a version was committed: attest compares them with it."""
 
-    def __init__(self, version: int, names: tuple[str, ...], found: npt.NDArray[np.uint64]) -> None:
+    def __init__(self, version: int, layers: Sequence[TargetLayer], weights: EngineWeights) -> None:
         self.version = version
-        self.names = names
-        self.digests = found
+        self.layers = layers
+        self.names, self.digests = weights.digests(layers)
 
 
 class WorkerMerge(WorkerState):
@@ -52,6 +58,7 @@ class WorkerMerge(WorkerState):
                 "attach": (rpc.MergeAttachRequest, self.attach),
                 "adopt": (rpc.Nothing, self.adopt),
                 "stage": (rpc.MergeStageRequest, self.stage),
+                "verify": (rpc.MergeVerifyRequest, self.verify),
                 "commit": (rpc.MergeCommitRequest, self.commit),
                 "abort": (rpc.Nothing, self.abort),
                 "attest": (rpc.MergeAttestRequest, self.attest),
@@ -65,7 +72,7 @@ class WorkerMerge(WorkerState):
         self._attached: _Attached | None = None
         self._candidate: _Attached | None = None
         self._committed: _Committed | None = None
-        self._base_replaced = False
+        self._ledger = ledger_of(worker)
 
     @property
     def in_use(self) -> bool:
@@ -82,10 +89,11 @@ class WorkerMerge(WorkerState):
                 'the spec is of adapter mode; build the Publisher with mode="merged"'
             )
         self._weights.require_dtype(layout.dtype)
+        self._ledger.require_replaceable_by(weight.name for weight in layout.weights)
         layers = self._weights.targets(layout.weights)
-        warnings = self._compare_bases(spec.layout.base)
+        warnings = self._compare_bases(spec.layout)
         collector = BucketCollector(spec, request.timeout_s, self._device)
-        self._candidate = _Attached(spec, collector, layers)
+        self._candidate = _Attached(spec, layout, collector, layers)
         return rpc.MergeAttachAnswer(
             layers=len(layers),
             buckets=collector.buckets,
@@ -106,7 +114,7 @@ class WorkerMerge(WorkerState):
         return rpc.Nothing()
 
     def stage(self, request: rpc.MergeStageRequest) -> rpc.MergeStageAnswer:
-        """Have every trainer rank merge every bucket, and verify every byte of them."""
+        """Wait until every trainer rank offers the version."""
         attached = self._require_attached()
         if request.publisher != attached.spec.publisher:
             raise StaleArena(
@@ -114,12 +122,23 @@ class WorkerMerge(WorkerState):
                 "publisher's spec first"
             )
         self._drop_staged()
-        staged = attached.collector.stage(request.sequence, request.version, request.timeout_s)
+        wait_ms = attached.collector.begin(request.sequence, request.version, request.timeout_s)
         attached.staged = request
+        return rpc.MergeStageAnswer(wait_ms)
+
+    def verify(self, request: rpc.MergeVerifyRequest) -> rpc.MergeVerifyAnswer:
+        """Have every trainer rank merge every bucket, and verify every byte of them; in slices, as
+        a call must end in time and a model can have many buckets."""
+        attached = self._require_attached()
+        if attached.staged is None:
+            raise CommitFailed("no version is staged; stage it first")
+        verified = attached.collector.verify(request.slice_s)
+        if verified is None:
+            return rpc.MergeVerifyAnswer()
+        # From now on updates can replace them.
+        self._ledger.merged.update(weight.name for weight in attached.layout.weights)
         self._transfer.bind(attached.collector)
-        return rpc.MergeStageAnswer(
-            staged.digest, staged.sums.tobytes(), staged.wait_ms, staged.verify_ms
-        )
+        return rpc.MergeVerifyAnswer(verified.digest, verified.sums.tobytes())
 
     def commit(self, request: rpc.MergeCommitRequest) -> rpc.MergeCommitAnswer:
         """Make sure that vLLM has loaded exactly the staged version, and remember what it holds."""
@@ -133,10 +152,9 @@ class WorkerMerge(WorkerState):
         collector = attached.collector
         try:
             self._require_loaded(staged, collector.buckets)
-            names, found = self._weights.digests()
+            self._committed = _Committed(request.version, attached.layers, self._weights)
         finally:
             self._drop_staged()
-        self._committed = _Committed(request.version, names, found)
         return rpc.MergeCommitAnswer(
             bytes_loaded=collector.total_bytes,
             launches=collector.buckets,
@@ -157,7 +175,7 @@ class WorkerMerge(WorkerState):
         committed = self._committed
         if committed is None or committed.version != request.version:
             raise NotCommitted(f"version {request.version} was not committed on this worker")
-        names, found = self._weights.digests()
+        names, found = self._weights.digests(committed.layers)
         if names != committed.names:
             return rpc.AttestAnswer("the engine's layers are not those that were committed")
         wrong = [names[int(index)] for index in np.flatnonzero(found != committed.digests)]
@@ -174,17 +192,19 @@ class WorkerMerge(WorkerState):
             attached.collector.close()
         return rpc.Nothing()
 
-    def _compare_bases(self, samples: Sequence[BaseSample]) -> tuple[str, ...]:
-        if self._base_replaced:
-            return (
-                "the engine's base was not compared with the trainer's: merged weights have taken "
-                "its place since it was loaded",
-            )
-        return require_same_base(self._weights.compare_bases(samples))
+    def _compare_bases(self, layout: Layout) -> tuple[str, ...]:
+        """Of the weights that are still those of the base."""
+        merged = self._ledger.merged
+        samples = [sample for sample in layout.base if sample.name not in merged]
+        warnings = require_same_base(self._weights.compare_bases(samples), layout.base_gaps)
+        if len(samples) == len(layout.base):
+            return warnings
+        return (
+            *warnings,
+            "the engine's base was not compared where merged weights have taken its place",
+        )
 
     def _require_loaded(self, staged: rpc.MergeStageRequest, buckets: int) -> None:
-        if self._transfer.updates:
-            self._base_replaced = True
         if self._transfer.failure:
             raise CommitFailed(self._transfer.failure)
         loaded = [(u.sequence, u.version, u.bucket) for u in self._transfer.updates]
@@ -198,8 +218,6 @@ class WorkerMerge(WorkerState):
     def _drop_staged(self) -> None:
         """Let the trainers publish again, and no update take anything any more."""
         self._transfer.bind(None)
-        if self._transfer.updates:
-            self._base_replaced = True
         if self._worker._weight_update_active:
             # Left open by a refit that ended half-way: vLLM would refuse to start another.
             self._transfer.abandon()

@@ -158,13 +158,23 @@ class MergeStageRequest(msgspec.Struct, frozen=True):
 
 
 class MergeStageAnswer(msgspec.Struct, frozen=True):
-    """digest: over all buckets of all trainer ranks. sums: `MERGE_SUMS_DTYPE` records, one for each
-    merged weight."""
+    """wait_ms: for the trainer ranks."""
 
-    digest: str
-    sums: bytes
     wait_ms: float
-    verify_ms: float
+
+
+class MergeVerifyRequest(msgspec.Struct, frozen=True):
+    """slice_s: how long to go on before answering."""
+
+    slice_s: float
+
+
+class MergeVerifyAnswer(msgspec.Struct, frozen=True):
+    """digest: over all buckets of all trainer ranks, empty while there are more to verify. sums:
+    `MERGE_SUMS_DTYPE` records, one for each merged weight."""
+
+    digest: str = ""
+    sums: bytes = b""
 
 
 class MergeCommitRequest(msgspec.Struct, frozen=True):

@@ -33,8 +33,8 @@ class WorkerState(ABC):
             self._owner = call.owner
         elif call.owner != self._owner:
             raise LayoutMismatch(
-                f"adapter {call.adapter!r} belongs to another RefitEngine; close that one first, or "
-                "give this one another adapter name"
+                f"{call.adapter!r} belongs to another RefitEngine; close that one first"
+                + ("" if call.mode == "merged" else ", or give this one another adapter name")
             )
         request_type, method = self._methods[call.method]
         return msgspec.msgpack.encode(method(msgspec.msgpack.decode(call.body, type=request_type)))

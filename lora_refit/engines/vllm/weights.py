@@ -110,10 +110,14 @@ class EngineWeights:
         with self._config(), torch.no_grad():
             reload.abort()
 
-    def digests(self) -> tuple[tuple[str, ...], npt.NDArray[np.uint64]]:
-        """Names and digests of all that the adopted layers hold now; see `digest_layers`."""
+    def digests(
+        self, targets: Sequence[TargetLayer] | None = None
+    ) -> tuple[tuple[str, ...], npt.NDArray[np.uint64]]:
+        """Names and digests of all that layers hold now, by default the adopted ones; see
+        `digest_layers`."""
+        chosen = self._targets if targets is None else targets
         with self._config(), torch.no_grad():
-            return digest_layers([(t.name, t.module) for t in self._targets], self.dtype)
+            return digest_layers([(t.name, t.module) for t in chosen], self.dtype)
 
     def compare_bases(self, samples: Sequence[BaseSample]) -> BaseComparison:
         """Compare sampled elements of the trainer's base with the engine's. Changes nothing."""

@@ -13,6 +13,7 @@ import torch
 from lora_refit.arena_set import ArenaSet
 from lora_refit.engines.vllm import rpc
 from lora_refit.engines.vllm.base_guard import require_same_base
+from lora_refit.engines.vllm.ledger import ledger_of
 from lora_refit.engines.vllm.loader import Loader
 from lora_refit.engines.vllm.scatter import scatter_plan_of
 from lora_refit.engines.vllm.slot_map import SlotMap, trace_engine
@@ -75,6 +76,7 @@ class WorkerRefit(WorkerState):
         )
         self._worker = int(worker.rank)
         self._base = EngineWeights.of_worker(worker)
+        self._ledger = ledger_of(worker)
         self._loader = Loader(worker.model_runner.lora_manager)
         self._slots = Slots(self._loader.manager)
         self._attached: Attached | None = None
@@ -101,7 +103,10 @@ class WorkerRefit(WorkerState):
         started = time.perf_counter()
         spec = Spec.from_bytes(request.spec)
         self._check_dtype(spec)
-        warnings = require_same_base(self._base.compare_bases(spec.layout.base))
+        self._ledger.require_base()
+        warnings = require_same_base(
+            self._base.compare_bases(spec.layout.base), spec.layout.base_gaps
+        )
         arenas = ArenaSet(spec, request.timeout_s, self._slots.device)
         try:
             slot_map = self._slot_map(spec, request)

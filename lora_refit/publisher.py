@@ -57,7 +57,8 @@ class Publisher:
     scale_rounding: "engine" leaves alpha / r to the engine's side, which casts and then
         multiplies, bit-equal to the engine's own loader. "once" multiplies here in fp32 and
         rounds once: up to one unit in the last place nearer to the trainer, and not bit-equal.
-    timeout_s: how long `publish` waits for readers of the half that it is about to overwrite.
+    timeout_s: how long `publish` waits for readers of the half that it is about to overwrite, and in
+        merged mode for the other ranks.
     memory: where a GPU's arena lies: "auto", "ipc", "vmm" or "host", as for ArenaWriter.
     bucket_bytes: merged mode only: the most that a rank holds of the merged weights in each of two
         buffers, which is all the memory that it takes for them. Where both hold everything, a
@@ -168,8 +169,8 @@ class Publisher:
         Raises ReaderTimeout if a worker still reads the half to be overwritten, LayoutMismatch if
         the parameters changed since tracing; earlier versions stay as they were.
 
-        In adapter mode this is local. In merged mode it waits until every rank has published the
-        version, and then takes back the one before, so refit before you publish again: ReaderTimeout
+        In adapter mode this is local. In merged mode it waits, for timeout_s, until every rank has
+        published the version, and then takes back the one before, so refit before you publish again: ReaderTimeout
         if a refit to that is under way, WriterTimeout if a rank does not publish.
         """
         started = time.perf_counter()

@@ -64,6 +64,8 @@ class _Loop:
         self._engine = (
             RolloutEngine(config, self._task, publisher.spec) if dist.get_rank() == 0 else None
         )
+        # Ranks publish together, and starting an engine takes longer than they wait for each other.
+        dist.barrier()
 
     def run(self, on_step: Callable[[StepMetrics], None] | None) -> RunReport | None:
         config = self._config

@@ -34,7 +34,7 @@ venv: .venv/built
 	touch $@
 
 test: venv
-	$(PY) -m pytest -q tests
+	$(PY) tests/run.py
 
 lint: venv
 	$(PY) -m ruff format --check .

@@ -6,7 +6,6 @@ import hashlib
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,9 +62,8 @@ class BucketCollector:
         self._partial: dict[int, torch.Tensor] = {}
         self._held_bytes = 0
         self._peak_bytes = 0
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            self._arenas = ArenaSet(spec, timeout_s, device)
+        self._arenas = ArenaSet(spec, timeout_s, device)
+        try:
             for rank in sorted({piece.rank for piece in layout.pieces}):
                 self._rings[rank] = RingReader(
                     spec.rings[rank],
@@ -75,7 +73,9 @@ class BucketCollector:
                     timeout_s,
                     device=device,
                 )
-            undo.pop_all()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def transport(self) -> str:
@@ -165,8 +165,7 @@ class BucketCollector:
 
     def close(self) -> None:
         """Unmap everything. Idempotent."""
-        if hasattr(self, "_arenas"):
-            self._arenas.close()
+        self._arenas.close()
         for ring in self._rings.values():
             ring.close()
 

@@ -28,6 +28,9 @@ from lora_refit.merged.merge_plan import Target
 from lora_refit.merged.merger import MergedBucket, MergeInputs, UintArray, combined_digest
 from lora_refit.sources.base import BaseWeight
 
+PREPARE_COLLECTIVES = 4
+"""Of DoraMerger.prepare: of every rank's outcome and squares, first their length and then they."""
+
 
 class ExactRows:
     """Rows of W + scale * B @ A of one chunk, in fp32, a scratch at a time; with product_only those

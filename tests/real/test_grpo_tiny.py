@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("grpo") / "qwen3", vocab=384)
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[TrainerRanks]:
+    """Two ranks for all tests here: rank 0 starts engines from one server, which takes long."""
+    with TrainerRanks(2) as ranks:
+        yield ranks
+
+
 def run_losing_one_refit(state: dict[str, Any], config: GrpoConfig) -> RunReport | None:
     refit = RolloutEngine.refit
     reports: list[RefitReport] = []
@@ -42,7 +50,7 @@ def train_here(state: dict[str, Any], config: GrpoConfig) -> RunReport | None:
     return train(config)
 
 
-def test_reward_rises_and_the_engine_follows(checkpoint: Path) -> None:
+def test_reward_rises_and_the_engine_follows(checkpoint: Path, ranks: TrainerRanks) -> None:
     """Each step samples from the policy of that step, as the trainer itself scores it.
 
     One dropped refit must show up in exactly its own step.
@@ -57,8 +65,7 @@ def test_reward_rises_and_the_engine_follows(checkpoint: Path) -> None:
         tensor_parallel=2,
         engine_threads=1,
     )
-    with TrainerRanks(config.trainer_ranks) as ranks:
-        report, other = ranks.call(run_losing_one_refit, config)
+    report, other = ranks.call(run_losing_one_refit, config)
     assert other is None
     assert isinstance(report, RunReport)
     for step in report.steps:
@@ -81,7 +88,7 @@ def test_reward_rises_and_the_engine_follows(checkpoint: Path) -> None:
     assert report.steps[-1].kl > 1e-3
 
 
-def test_the_engine_follows_in_merged_mode(checkpoint: Path) -> None:
+def test_the_engine_follows_in_merged_mode(checkpoint: Path, ranks: TrainerRanks) -> None:
     """The same loop with an engine that knows no LoRA: only the mode differs."""
     config = GrpoConfig(
         model=checkpoint,
@@ -93,8 +100,7 @@ def test_the_engine_follows_in_merged_mode(checkpoint: Path) -> None:
         engine_threads=1,
         refit_mode="merged",
     )
-    with TrainerRanks(config.trainer_ranks) as ranks:
-        report, _ = ranks.call(train_here, config)
+    report, _ = ranks.call(train_here, config)
     for step in report.steps:
         print(f"step {step.step} reward {step.reward:.3f} gen_kl_error {step.gen_kl_error:.1e}")
         assert step.version == step.step

@@ -14,6 +14,8 @@ from lora_refit.engines.vllm.protocol import Live, check_name
 from lora_refit.engines.vllm.steps import Steps, ask, call, check_ticket, reset_caches, tell
 from lora_refit.errors import CommitFailed, NotCommitted, RefitError, UnsupportedAdapter
 from lora_refit.kernels import MERGE_SUMS_DTYPE
+from lora_refit.merged.layout import MergedLayout
+from lora_refit.merged.row_merger import PREPARE_COLLECTIVES
 from lora_refit.report import AttachReport, Attestation, Fidelity, RefitReport
 from lora_refit.spec import Spec, Ticket
 
@@ -72,14 +74,12 @@ class MergeProtocol:
 
         running: number of unfinished requests, which would go on with other weights.
         """
-        check_ticket(self._spec, ticket)
+        spec, layout = check_ticket(self._spec, ticket), self._layout
         if running:
             raise CommitFailed(
                 f"{running} requests are running, and would go on with other weights; wait until "
                 "they have finished, or abort them"
             )
-        assert self._spec is not None and self._spec.layout.merged is not None
-        layout = self._spec.layout.merged
         started = time.perf_counter()
         wait_ms = yield from self._stage(ticket)
         waited = time.perf_counter()
@@ -91,7 +91,7 @@ class MergeProtocol:
         self.live = Live(ticket.version, staged.digest, 0)
         self.poisoned = None
         yield rpc.DriverCall("set_weight_version", (self.identity(),))
-        rings = sum(2 * layout.ring_bytes(rank) for rank in range(len(self._spec.rings)))
+        ring_bytes = sum(2 * layout.ring_bytes(rank) for rank in range(len(spec.rings)))
         return RefitReport(
             version=ticket.version,
             bytes=sum(answer.bytes_loaded for answer in loaded),
@@ -104,11 +104,11 @@ class MergeProtocol:
             },
             digest=staged.digest,
             launches=max(answer.launches for answer in loaded),
-            collectives=0,
+            collectives=PREPARE_COLLECTIVES if spec.layout.peft_config.get("use_dora") else 0,
             allocations=0,
             fidelity=fidelity,
             buckets=len(layout.buckets),
-            peak_extra_bytes=rings + max(answer.peak_bytes for answer in loaded),
+            peak_extra_bytes=ring_bytes + max(answer.peak_bytes for answer in loaded),
             warnings=self._warnings(fidelity),
         )
 
@@ -146,6 +146,12 @@ class MergeProtocol:
         """Names the live version; never the same for two versions."""
         live = self.require_live()
         return f"{self._name}@{live.version}/{live.digest}"
+
+    @property
+    def _layout(self) -> MergedLayout:
+        """Of what is attached."""
+        assert self._spec is not None and self._spec.layout.merged is not None
+        return self._spec.layout.merged
 
     def _stage(self, ticket: Ticket) -> Steps[float]:
         """Returns the slowest worker's wait for the trainer ranks, in ms."""
@@ -186,12 +192,11 @@ class MergeProtocol:
 
     def _load(self, ticket: Ticket) -> Steps[list[rpc.MergeCommitAnswer]]:
         """Until all workers have committed, the engine may hold a mixture."""
-        assert self._spec is not None and self._spec.layout.merged is not None
         self.poisoned = f"version {ticket.version} was being loaded"
         try:
             yield rpc.DriverCall("set_weight_version", (f"{self._name}@mixture",))
             yield rpc.EngineCall("start_weight_update")
-            for bucket in range(len(self._spec.layout.merged.buckets)):
+            for bucket in range(len(self._layout.buckets)):
                 payloads = [
                     {
                         "worker": worker,
@@ -216,8 +221,7 @@ class MergeProtocol:
         return loaded
 
     def _fidelity(self, staged: rpc.MergeVerifyAnswer) -> Fidelity:
-        assert self._spec is not None and self._spec.layout.merged is not None
-        names = [weight.name for weight in self._spec.layout.merged.weights]
+        names = [weight.name for weight in self._layout.weights]
         return Fidelity.of_sums(names, np.frombuffer(staged.sums, MERGE_SUMS_DTYPE))
 
     def _warnings(self, fidelity: Fidelity) -> tuple[str, ...]:
@@ -231,9 +235,8 @@ class MergeProtocol:
         )
         if fidelity.lost <= self._fidelity_threshold:
             return ()
-        assert self._spec is not None and self._spec.layout.merged is not None
         warning = (
-            f"rounding to {self._spec.layout.merged.dtype} loses {fidelity.lost:.0%} of the update "
+            f"rounding to {self._layout.dtype} loses {fidelity.lost:.0%} of the update "
             f"(most in {worst}); serve the policy in adapter mode, which loses nothing"
         )
         _log.warning("%s", warning)

@@ -47,8 +47,9 @@ def reset_caches() -> Steps[None]:
     yield rpc.DriverCall("reset_encoder_cache")
 
 
-def check_ticket(spec: Spec | None, ticket: Ticket) -> None:
-    """Raises NotCommitted, LayoutMismatch or StaleArena if the ticket is not of the attached spec."""
+def check_ticket(spec: Spec | None, ticket: Ticket) -> Spec:
+    """The attached spec. Raises NotCommitted, LayoutMismatch or StaleArena if the ticket is not of
+    it."""
     if spec is None:
         raise NotCommitted("nothing is attached; call attach(publisher.spec) first")
     if ticket.layout_digest != spec.layout_digest:
@@ -61,3 +62,4 @@ def check_ticket(spec: Spec | None, ticket: Ticket) -> None:
             f"the ticket of version {ticket.version} belongs to another publisher than the "
             "attached spec; attach that publisher's spec first"
         )
+    return spec

@@ -34,7 +34,7 @@ venv: .venv/built
 	touch $@
 
 test: venv
-	$(PY) tests/run.py
+	$(PY) -m pytest -q tests
 
 lint: venv
 	$(PY) -m ruff format --check .

@@ -6,12 +6,18 @@ import logging
 import math
 import time
 
-import msgspec
 import numpy as np
 
 from lora_refit.engines.vllm import rpc
 from lora_refit.engines.vllm.protocol import Live, check_name
-from lora_refit.engines.vllm.steps import Steps, ask, call, check_ticket, reset_caches, tell
+from lora_refit.engines.vllm.steps import (
+    Steps,
+    ask,
+    attest,
+    check_ticket,
+    reset_caches,
+    tell,
+)
 from lora_refit.errors import CommitFailed, NotCommitted, RefitError, UnsupportedAdapter
 from lora_refit.kernels import MERGE_SUMS_DTYPE
 from lora_refit.merged.layout import MergedLayout
@@ -115,15 +121,7 @@ class MergeProtocol:
     def attest(self) -> Steps[Attestation]:
         """Have every worker compare the weights it holds with those it committed."""
         live = self.require_live()
-        replies = yield call("attest", rpc.MergeAttestRequest(live.version))
-        lines = []
-        for reply in replies:
-            problem = reply.message
-            if not reply.error:
-                problem = msgspec.msgpack.decode(reply.body, type=rpc.AttestAnswer).problem
-            lines.append(f"worker {reply.worker}: {problem or 'ok'}")
-        ok = all(line.endswith(": ok") for line in lines)
-        return Attestation(live.version, ok, tuple(lines))
+        return (yield from attest(live.version, rpc.MergeAttestRequest(live.version)))
 
     def close(self) -> Steps[None]:
         """Unmap the rings. The engine keeps the weights that it has, but they have no name."""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from lora_refit.engines.vllm import rpc
-from lora_refit.engines.vllm.steps import Steps, ask, call, check_ticket, tell
+from lora_refit.engines.vllm.steps import Steps, ask, attest, check_ticket, tell
 from lora_refit.errors import (
     CommitFailed,
     CoverageError,
@@ -132,16 +132,8 @@ class Protocol:
     def attest(self) -> Steps[Attestation]:
         """Have every worker compare its live slot with what it committed."""
         live = self.require_live()
-        replies = yield call("attest", rpc.AttestRequest(live.slot, live.version))
-        lines = []
-        for reply in replies:
-            if reply.error:
-                lines.append(f"worker {reply.worker}: {reply.message}")
-                continue
-            answer = msgspec.msgpack.decode(reply.body, type=rpc.AttestAnswer)
-            lines.append(f"worker {reply.worker}: {answer.problem or 'ok'}")
-        ok = all(line.endswith(": ok") for line in lines)
-        return Attestation(live.version, ok, tuple(lines))
+        request = rpc.AttestRequest(live.slot, live.version)
+        return (yield from attest(live.version, request))
 
     def close(self) -> Steps[None]:
         """Give slots and arenas back. Afterwards nothing is live."""

@@ -10,6 +10,7 @@ import msgspec
 
 from lora_refit.engines.vllm import rpc
 from lora_refit.errors import CommitFailed, LayoutMismatch, NotCommitted, RefitError, StaleArena
+from lora_refit.report import Attestation
 from lora_refit.spec import Spec, Ticket
 
 T = TypeVar("T")
@@ -37,6 +38,20 @@ def tell(method: str, request: msgspec.Struct) -> Steps[None]:
     """Best effort, for clean-up: errors are the lesser news and are dropped."""
     with contextlib.suppress(RefitError):
         yield call(method, request)
+
+
+def attest(version: int, request: msgspec.Struct) -> Steps[Attestation]:
+    """Have every worker compare what is live with what it committed."""
+    replies = yield call("attest", request)
+    lines = []
+    for reply in replies:
+        if reply.error:
+            lines.append(f"worker {reply.worker}: {reply.message}")
+            continue
+        answer = msgspec.msgpack.decode(reply.body, type=rpc.AttestAnswer)
+        lines.append(f"worker {reply.worker}: {answer.problem or 'ok'}")
+    ok = all(line.endswith(": ok") for line in lines)
+    return Attestation(version, ok, tuple(lines))
 
 
 def reset_caches() -> Steps[None]:
